@@ -1,0 +1,206 @@
+"""Server arguments: every one of SGLang's, plus ``--neo-*``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sglang.srt.arg_groups.arg_utils import A, Arg, add_cli_args_from_dataclass
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+from sglang_neo.errors import UsageError
+from sglang_neo.host_kv.limits import host_memory_limit
+from sglang_neo.refusals import gpu_only_reasons, refuse_flags, refuse_model
+
+logger = logging.getLogger(__name__)
+
+NeoMode = Literal["auto", "gpu-only", "pipelined", "deferred"]
+HostKVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8"]
+
+#: Modes whose machinery does not exist yet.
+UNBUILT_MODES = ("pipelined", "deferred")
+
+#: Flags that only say something about host rows, with the value that means "not given".
+HOST_FLAGS = {
+    "neo_host_kv_size": None,
+    "neo_host_kv_ratio": None,
+    "neo_host_kv_dtype": "auto",
+    "neo_cpu_threads": None,
+    "neo_max_host_tpot": None,
+    "neo_max_tpot": None,
+}
+
+
+def flag_name(field: str) -> str:
+    """``neo_host_kv_size`` -> ``--neo-host-kv-size``."""
+    return "--" + field.replace("_", "-")
+
+
+@dataclass
+class NeoServerArgs(ServerArgs):
+    """SGLang's server arguments and ours. Raises UsageError on construction for what we cannot serve."""
+
+    neo_mode: A[
+        NeoMode,
+        Arg(
+            help="How the CPU takes part. gpu-only: not at all, as plain SGLang. auto: as is best at each step; today "
+            "the same as gpu-only. pipelined (NEO) and deferred (APEX) are refused until they exist."
+        ),
+    ] = "auto"
+    neo_host_kv_size: A[
+        float | None,
+        Arg(
+            help="Host memory for KV cache, in GB (10^9 bytes) for the whole machine, shared by all ranks. "
+            "Checked, but without effect until host KV exists."
+        ),
+    ] = None
+    neo_host_kv_ratio: A[
+        float | None,
+        Arg(
+            help="Host KV size as a multiple of the GPU's KV pool, instead of --neo-host-kv-size. "
+            "Checked, but without effect until host KV exists."
+        ),
+    ] = None
+    neo_host_kv_dtype: A[
+        HostKVDtype,
+        Arg(
+            help="Data type of the host KV cache; auto: the GPU pool's. Without effect until host KV exists.",
+        ),
+    ] = "auto"
+    neo_cpu_threads: A[
+        int | None,
+        Arg(help="CPU threads for attention, per machine. Checked, but without effect until host KV exists."),
+    ] = None
+    neo_max_host_tpot: A[
+        float | None,
+        Arg(
+            help="Longest acceptable time per output token of a request decoded from host memory, in ms. "
+            "Checked, but without effect until host KV exists."
+        ),
+    ] = None
+    neo_max_tpot: A[
+        float | None,
+        Arg(
+            help="Longest acceptable time per output token of a request decoded from GPU memory, in ms. "
+            "Checked, but without effect until host KV exists."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_neo_flags(self, usable_cores=len(os.sched_getaffinity(0)), memory=host_memory_limit())
+        refuse_flags(self)
+        check_model_path(self.model_path, self.load_format)
+        super().__post_init__()
+        refuse_flags(self)  # SGLang's resolution may have switched something on
+        refuse_model(self)
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        ServerArgs.add_cli_args(parser)
+        group = parser.add_argument_group("sglang_neo", "Decode attention on the host CPU.")
+        add_cli_args_from_dataclass(group, NeoServerArgs, fields=neo_fields())
+
+    def get_tokenizer_worker_class(self) -> type:
+        from sglang_neo.tokenizer_manager import NeoTokenizerWorker
+
+        return NeoTokenizerWorker
+
+
+def neo_fields() -> list[str]:
+    """Names of the fields that NeoServerArgs adds to SGLang's."""
+    inherited = {field.name for field in dataclasses.fields(ServerArgs)}
+    return [field.name for field in dataclasses.fields(NeoServerArgs) if field.name not in inherited]
+
+
+def check_neo_flags(args: NeoServerArgs, usable_cores: int, memory: int) -> None:
+    """Raises UsageError for values out of range and for flags that contradict each other.
+
+    Args:
+        usable_cores: CPU cores this process may run on.
+        memory: bytes of host memory this process may have.
+    """
+    if args.neo_mode in UNBUILT_MODES:
+        raise UsageError(f"--neo-mode {args.neo_mode} does not exist yet; use auto or gpu-only")
+    for field in ("neo_host_kv_size", "neo_host_kv_ratio", "neo_cpu_threads", "neo_max_host_tpot", "neo_max_tpot"):
+        value = getattr(args, field)
+        if value is not None and not value > 0:
+            raise UsageError(f"{flag_name(field)} must be greater than 0, got {value}")
+    given = given_host_flags(args)
+    if args.neo_mode == "gpu-only" and given:
+        raise UsageError(f"--neo-mode gpu-only contradicts {', '.join(given)}: drop one or the other")
+    if args.neo_host_kv_size is not None and args.neo_host_kv_ratio is not None:
+        raise UsageError("--neo-host-kv-size contradicts --neo-host-kv-ratio: give one of them")
+    if args.neo_host_kv_size is not None and args.neo_host_kv_size * 1e9 > memory:
+        raise UsageError(
+            f"--neo-host-kv-size {args.neo_host_kv_size:g} GB is more than the {memory / 1e9:.1f} GB of host memory "
+            "that this machine or control group gives; ask for less"
+        )
+    if args.neo_cpu_threads is not None and args.neo_cpu_threads > usable_cores:
+        raise UsageError(
+            f"--neo-cpu-threads {args.neo_cpu_threads} is more than the {usable_cores} cores this process may use"
+        )
+
+
+def given_host_flags(args: NeoServerArgs) -> list[str]:
+    """The command-line names of the host-row flags that were given."""
+    return [flag_name(field) for field, default in HOST_FLAGS.items() if getattr(args, field) != default]
+
+
+def mode_lines(args: NeoServerArgs) -> list[str]:
+    """What the user is told at start about flags that do nothing yet and modes that will not be used."""
+    lines = []
+    if args.neo_mode == "auto":
+        reasons = gpu_only_reasons(args)
+        because = "; ".join(reasons) if reasons else "no other mode exists yet"
+        lines.append(f"--neo-mode auto runs gpu-only: {because}")
+    given = given_host_flags(args)
+    if given:
+        lines.append(f"checked but without effect until host KV exists: {', '.join(given)}")
+    return lines
+
+
+def check_model_path(path: str, load_format: str) -> None:
+    """Raises UsageError if ``path`` names no local model and cannot be the name of one elsewhere.
+
+    Names on a model hub, URLs of object stores and SGLang's own stand-ins are left to SGLang.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not any((folder / name).is_file() for name in ("config.json", "params.json")):
+            raise UsageError(f"{path} is not a model: it has no config.json; give the folder of a Hugging Face model")
+        weights = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+        if load_format in ("auto", "safetensors", "pt") and not any(any(folder.glob(w)) for w in weights):
+            raise UsageError(f"{path} has no weights (*.safetensors, *.bin, *.pt); --load-format dummy needs none")
+        return
+    if folder.exists() or "://" in path:
+        return
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if looks_local or (path.count("/") == 1 and Path(path).parent.is_dir()):
+        raise UsageError(f"the model path {path} does not exist")
+
+
+def prepare_server_args(argv: list[str]) -> NeoServerArgs:
+    """Parse a command line as SGLang does (``prepare_server_args`` in sglang/srt/server_args.py), for NeoServerArgs.
+
+    Exits as argparse does on flags it does not know. Raises UsageError, or what SGLang raises, for bad values.
+    """
+    parser = argparse.ArgumentParser(prog="python -m sglang_neo.launch_server")
+    NeoServerArgs.add_cli_args(parser)
+    if any(arg == "--config" or arg.startswith("--config=") for arg in argv):
+        argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    raw = parser.parse_args(argv)
+    logging.basicConfig(
+        level=getattr(logging, raw.log_level.upper()),
+        format="[%(asctime)s] %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        force=True,
+    )
+    args: NeoServerArgs = NeoServerArgs.from_cli_args(raw)
+    return args

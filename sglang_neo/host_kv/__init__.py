@@ -1,0 +1,1 @@
+"""KV cache in host memory. Today: how much memory there is to have."""

@@ -1,0 +1,162 @@
+"""Every place where sglang_neo leans on an internal of SGLang, with the reason, and the checks that they still hold.
+
+The worst fault we could ship is a server that silently runs plain SGLang. So the version is checked before SGLang is
+imported, each name that we override is checked before a worker starts, and the objects that really run are checked
+after they are built; any mismatch stops the server with one line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_neo import __version__
+from sglang_neo.errors import UsageError
+
+#: Releases whose source every seam below was read in and whose behaviour the test suite ran against.
+SUPPORTED_SGLANG = ("0.5.17",)
+
+
+class SeamError(RuntimeError):
+    """An internal of SGLang is not what sglang_neo was written against."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One internal of SGLang that we call, override or replace."""
+
+    module: str
+    name: str  # attribute path in the module
+    parameters: tuple[str, ...]  # parameters that we rely on, in any order; empty: not checked
+    reason: str
+
+
+SEAMS = (
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "run_scheduler_process",
+        ("server_args", "port_args", "gpu_id", "tp_rank", "dp_rank", "pipe_writer"),
+        "sets up the worker process, then looks Scheduler up as a global of its module: we put NeoScheduler there",
+    ),
+    Seam("sglang.srt.managers.scheduler", "Scheduler.init_tp_model_worker", ("self",), "builds our model worker"),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.get_internal_state",
+        ("self", "recv_req"),
+        "carries our state to /server_info",
+    ),
+    Seam("sglang.srt.managers.tp_worker", "TpModelWorker._init_model_runner", ("self",), "builds our model runner"),
+    Seam(
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunner.init_kv_cache_configurator",
+        ("self",),
+        "its configurator chooses the slot allocator: we make it ours",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        "KVCacheConfigurator._build_token_to_kv_pool_allocator",
+        ("self", "sizes", "token_to_kv_pool", "token_to_kv_pool_allocator"),
+        "the only place that names the allocator's class",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.allocator",
+        "TokenToKVPoolAllocator.__init__",
+        ("self", "size", "dtype", "device", "kvcache", "need_sort"),
+        "base class of our token manager",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.allocator",
+        "PagedTokenToKVPoolAllocator.__init__",
+        ("self", "size", "page_size", "dtype", "device", "kvcache", "need_sort"),
+        "its sibling for pages above one token",
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager.resolved_config_dict",
+        ("self", "base"),
+        "/server_info merges it at its top level, after it has awaited get_internal_state",
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager.get_internal_state",
+        ("self",),
+        "answers of all data-parallel ranks",
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager",
+        "kill_process_tree",
+        (),
+        "ends the server by SIGKILL on itself; replaced so that the exit code says how it ended",
+    ),
+    Seam("sglang.srt.entrypoints.engine", "kill_process_tree", (), "the same, while workers start"),
+    Seam(
+        "sglang.srt.entrypoints.engine",
+        "init_tokenizer_manager",
+        ("server_args", "port_args", "TokenizerManagerClass"),
+        "takes our tokenizer manager",
+    ),
+    Seam(
+        "sglang.srt.entrypoints.http_server",
+        "launch_server",
+        ("server_args", "init_tokenizer_manager_func", "run_scheduler_process_func", "launch_callback"),
+        "hands our functions to the processes it spawns",
+    ),
+)
+
+
+def sglang_version() -> str:
+    """The installed SGLang's version. Raises UsageError if SGLang is missing or not a supported release."""
+    wanted = " or ".join(SUPPORTED_SGLANG)
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError(
+            f"sglang_neo {__version__} extends SGLang {wanted}, which is not installed; "
+            "run `make setup`, or `pip install 'sglang-neo[cuda]'` on a CUDA machine"
+        ) from None
+    if found not in SUPPORTED_SGLANG:
+        raise UsageError(
+            f"sglang_neo {__version__} extends SGLang {wanted}, but {found} is installed; "
+            f"run `pip install sglang=={SUPPORTED_SGLANG[-1]}`"
+        )
+    return found
+
+
+def check_seams(seams: tuple[Seam, ...] = SEAMS) -> None:
+    """Raises SeamError if a name or parameter that we rely on is not in the installed SGLang."""
+    for seam in seams:
+        target: Any = importlib.import_module(seam.module)
+        for part in seam.name.split("."):
+            target = getattr(target, part, None)
+        if target is None:
+            raise SeamError(f"SGLang has no {seam.module}.{seam.name}, which sglang_neo needs: {seam.reason}")
+        if seam.parameters:
+            missing = [p for p in seam.parameters if p not in inspect.signature(target).parameters]
+            if missing:
+                raise SeamError(f"SGLang's {seam.module}.{seam.name} lacks {', '.join(missing)} ({seam.reason})")
+
+
+def running_classes(scheduler: Any) -> dict[str, str]:
+    """Qualified names of the classes that really run in this scheduler process, by role."""
+    runner = scheduler.tp_worker.model_runner
+    objects = {
+        "scheduler": scheduler,
+        "model_worker": scheduler.tp_worker,
+        "model_runner": runner,
+        "token_manager": scheduler.token_to_kv_pool_allocator,
+    }
+    return {role: f"{type(o).__module__}.{type(o).__qualname__}" for role, o in objects.items()}
+
+
+def check_running(scheduler: Any) -> None:
+    """Raises SeamError unless every object of ``running_classes`` is ours and both owners share the token manager."""
+    foreign = {role: name for role, name in running_classes(scheduler).items() if not name.startswith("sglang_neo.")}
+    if foreign:
+        found = ", ".join(f"{role} is {name}" for role, name in foreign.items())
+        raise SeamError(f"plain SGLang classes are running where sglang_neo's should: {found}")
+    runner = scheduler.tp_worker.model_runner
+    if runner.token_to_kv_pool_allocator is not scheduler.token_to_kv_pool_allocator:
+        raise SeamError("scheduler and model runner own different token managers")
