@@ -64,7 +64,9 @@ def _check_served_by_neo(server_args: Any, exit_now: Any) -> None:
         f"{server_args.url()}/server_info", headers=headers, timeout=60, verify=server_args.ssl_verify()
     )
     if answer.status_code != 200 or not answer.json().get("neo"):
-        logger.error("The server answers without sglang_neo's state (/server_info %s): stopping it.", answer.status_code)
+        logger.error(
+            "The server answers without sglang_neo's state (/server_info %s): stopping it.", answer.status_code
+        )
         exit_now(1)
     neo = answer.json()["neo"]
     logger.info(
@@ -98,9 +100,7 @@ def serve(server_args: Any) -> int:
 
     def on_ready() -> None:
         # In a thread of its own: with SGLang's warm-up skipped, this is called on the loop that must answer.
-        threading.Thread(
-            target=_check_served_by_neo, args=(server_args, process_exit.exit_now), daemon=True
-        ).start()
+        threading.Thread(target=_check_served_by_neo, args=(server_args, process_exit.exit_now), daemon=True).start()
 
     try:
         launch_server(

@@ -29,6 +29,8 @@ class NeoKVCacheConfigurator(KVCacheConfigurator):
 class NeoModelRunner(ModelRunner):
     """Executes steps. Today every step is SGLang's own (mode gpu-only)."""
 
+    kv_cache_configurator: KVCacheConfigurator
+
     def init_kv_cache_configurator(self) -> None:
         super().init_kv_cache_configurator()
         # SGLang's call has two dozen arguments: copy what it built instead of repeating it.

@@ -42,7 +42,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     from sglang_neo import scheduler, seams  # noqa: F401  NeoScheduler needs the original as its base
 
     seams.check_seams()
-    sglang_scheduler.Scheduler = _build_scheduler  # type: ignore[misc,assignment]
+    sglang_scheduler.Scheduler = _build_scheduler
     sglang_scheduler.run_scheduler_process(*args, **kwargs)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cpu_kernels import choose_isa
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 
+from cpu_kernels import choose_isa
 from sglang_neo import __version__, seams
 from sglang_neo.model_runner import NeoTpModelWorker
 

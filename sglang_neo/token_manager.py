@@ -52,7 +52,7 @@ class NeoTokenManager:
         assert len(torch.unique(pages)) == len(pages), "a KV page is free twice"
         if len(pages):
             low, high = int(pages.min()), int(pages.max())
-            assert 1 <= low and high <= count, f"free KV pages {low}..{high} lie outside 1..{count}"
+            assert low >= 1 and high <= count, f"free KV pages {low}..{high} lie outside 1..{count}"
 
 
 class NeoTokenToKVPoolAllocator(TokenToKVPoolAllocator):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ class NeoCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Runs in the launching process, before any worker is spawned, so workers inherit the environment."""
-        if server_args.attention_backend in (None, "intel_amx") and importlib.util.find_spec("sgl_kernel") is None:
+        if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = "torch_native"  # SGLang's CPU default needs sgl_kernel's CPU build
         server_args.sampling_backend = server_args.sampling_backend or "pytorch"
         if server_args.max_total_tokens is None:
