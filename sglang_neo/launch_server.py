@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -21,7 +25,7 @@ logger = logging.getLogger("sglang_neo")
 
 
 def fail(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    processes.print_error(message)
     return code
 
 
@@ -42,32 +46,67 @@ def check_port(host: str, port: int) -> None:
 
 
 class _Interrupted(SystemExit):
-    """Raised by a signal before the HTTP server handles signals itself, and by it once it has shut down."""
+    """Raised by a signal before there is anything to end but this process."""
 
 
-def _install_signal_handlers() -> None:
-    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+def _on_stop_signals(leave: Callable[[int], Any]) -> None:
+    """Call ``leave`` with the exit code on SIGINT and SIGTERM, until the HTTP server handles them itself."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
         logger.info("Received %s: stopping the server.", signal.Signals(signum).name)
-        raise _Interrupted(128 + signum)
+        leave(128 + signum)
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, interrupt)
 
 
-def _check_served_by_neo(server_args: Any, exit_now: Any) -> None:
+def _raise_interrupted(code: int) -> NoReturn:
+    raise _Interrupted(code)
+
+
+def _leave_at_once_until(ready: threading.Event, process_exit: processes.ProcessExit) -> None:
+    """Before the server is ready, a signal ends it at once; afterwards uvicorn lets requests in flight finish.
+
+    Uvicorn would wait for SGLang's warm-up thread, which tries for two minutes to reach a server that is shut down.
+    """
+    import uvicorn
+
+    handle_exit = uvicorn.Server.handle_exit
+
+    def handle(self: Any, sig: int, frame: FrameType | None) -> None:
+        if not ready.is_set():
+            logger.info("Received %s: stopping the server.", signal.Signals(sig).name)
+            process_exit.exit_now(128 + sig)
+        handle_exit(self, sig, frame)
+
+    uvicorn.Server.handle_exit = handle
+
+
+def _check_served_by_neo(server_args: Any, process_exit: processes.ProcessExit, seconds: float = 60) -> None:
     """Ask the running server what it is; a server without our block would be a silently plain one: stop it."""
     import requests
 
     key = server_args.admin_api_key or server_args.api_key
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    answer = requests.get(
-        f"{server_args.url()}/server_info", headers=headers, timeout=60, verify=server_args.ssl_verify()
-    )
+    deadline = time.monotonic() + seconds
+    with requests.Session() as session:
+        session.trust_env = False  # a proxy has no business between the two
+        session.verify = server_args.ssl_verify()
+        session.headers.update({"Authorization": f"Bearer {key}"} if key else {})
+        while True:
+            try:
+                answer = session.get(f"{server_args.url()}/server_info", timeout=seconds)
+                break
+            except requests.RequestException as error:
+                # With SGLang's warm-up skipped, this runs before the server listens.
+                if process_exit.is_stopping():
+                    return
+                if time.monotonic() > deadline:
+                    process_exit.fail(f"the server cannot be asked what it is: {processes.first_line(error)}", 1)
+                time.sleep(0.2)
     if answer.status_code != 200 or not answer.json().get("neo"):
-        logger.error(
-            "The server answers without sglang_neo's state (/server_info %s): stopping it.", answer.status_code
-        )
-        exit_now(1)
+        if process_exit.is_stopping():
+            return
+        process_exit.fail(f"the server answers without sglang_neo's state (/server_info {answer.status_code})", 1)
     neo = answer.json()["neo"]
     logger.info(
         "sglang_neo %s on SGLang %s serves at %s (mode %s, device %s, kernel ISA %s).",
@@ -80,37 +119,71 @@ def _check_served_by_neo(server_args: Any, exit_now: Any) -> None:
     )
 
 
-def serve(server_args: Any) -> int:
-    """Run the server until it is stopped; returns the exit code."""
+def serve(server_args: Any, debug: bool = False) -> int:
+    """Run the server until it is stopped; returns the exit code, or leaves the process with it.
+
+    Args:
+        debug: raise the error that stops the start, for its traceback.
+    """
     import sglang.srt.entrypoints.engine as engine
+    import sglang.srt.entrypoints.http_server as http_server
     import sglang.srt.managers.tokenizer_manager as tokenizer_manager_module
-    from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.utils import kill_process_tree
 
+    from sglang_neo.errors import UsageError
     from sglang_neo.tokenizer_manager import init_neo_tokenizer_manager
 
     process_exit = processes.ProcessExit(kill_process_tree)
-    engine.kill_process_tree = process_exit
-    tokenizer_manager_module.kill_process_tree = process_exit
+    for module in (engine, http_server, tokenizer_manager_module):
+        module.kill_process_tree = process_exit
+    failures, report_failure = multiprocessing.Pipe(duplex=False)
+    process_exit.watch_failures(failures)
+    os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
+    processes.shield_starting_children()
+    _on_stop_signals(process_exit.exit_now)
+    ready = threading.Event()
+    _leave_at_once_until(ready, process_exit)
 
     def init_tokenizer_manager(args: Any, port_args: Any) -> Any:
-        result = init_neo_tokenizer_manager(args, port_args)
+        try:
+            result = init_neo_tokenizer_manager(args, port_args)
+        except (ValueError, OSError) as error:
+            raise UsageError(
+                f"the tokenizer of {args.tokenizer_path} cannot be loaded ({processes.first_line(error)}); "
+                "give --tokenizer-path, or --skip-tokenizer-init to serve token ids alone"
+            ) from error
         process_exit.tokenizer_manager = result[0]
         return result
 
     def on_ready() -> None:
+        ready.set()
+        if server_args.dp_size > 1:
+            process_exit.watch_grandchildren()
         # In a thread of its own: with SGLang's warm-up skipped, this is called on the loop that must answer.
-        threading.Thread(target=_check_served_by_neo, args=(server_args, process_exit.exit_now), daemon=True).start()
+        threading.Thread(target=_check_served_by_neo, args=(server_args, process_exit), daemon=True).start()
 
     try:
-        launch_server(
+        http_server.launch_server(
             server_args,
             init_tokenizer_manager_func=init_tokenizer_manager,
-            run_scheduler_process_func=processes.run_scheduler_process,
+            run_scheduler_process_func=functools.partial(processes.run_scheduler_process, failures=report_failure),
             launch_callback=on_ready,
         )
         return 0
+    except (ValueError, OSError, RuntimeError) as error:
+        if debug:
+            raise
+        # Not by returning: another thread may be telling the user already, and ends the process then.
+        process_exit.fail(
+            f"the server failed to start: {processes.first_line(error)}", 2 if isinstance(error, UsageError) else 1
+        )
     finally:
+        process_exit.stopping = True
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)  # the end is near and must not be cut short: children would be left
+        watchdog = getattr(process_exit.tokenizer_manager, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()  # it would take the end of the children for a crash
         kill_process_tree(os.getpid(), include_parent=False, wait_timeout=30)
 
 
@@ -118,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 after a clean stop, 1 if the server failed, 2 for bad input, 128+n for a signal."""
     argv = sys.argv[1:] if argv is None else argv
     debug = "debug" in argv or "--log-level=debug" in argv
-    _install_signal_handlers()
+    _on_stop_signals(_raise_interrupted)
     from sglang_neo import seams
     from sglang_neo.errors import UsageError
     from sglang_neo.platforms import device
@@ -143,12 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     logger.info("Device %s: %s.", choice.device, choice.reason)
     for line in mode_lines(server_args):
         logger.warning("%s.", line)
-    try:
-        return serve(server_args)
-    except (ValueError, OSError, RuntimeError) as error:
-        if debug:
-            raise
-        return fail(f"the server failed to start: {processes.first_line(error)}", 1)
+    return serve(server_args, debug)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,10 @@ SEAMS = (
         "ends the server by SIGKILL on itself; replaced so that the exit code says how it ended",
     ),
     Seam("sglang.srt.entrypoints.engine", "kill_process_tree", (), "the same, while workers start"),
+    Seam("sglang.srt.entrypoints.http_server", "kill_process_tree", (), "the same, when the warm-up fails"),
+    Seam(
+        "uvicorn", "Server.handle_exit", ("self", "sig", "frame"), "its signal handler: replaced until warm-up is over"
+    ),
     Seam(
         "sglang.srt.entrypoints.engine",
         "init_tokenizer_manager",

@@ -47,6 +47,10 @@ class NeoCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
             logger.info("CPU device: KV pool of %d tokens (--max-total-tokens)", DEFAULT_MAX_TOTAL_TOKENS)
+        if server_args.mem_fraction_static is None:
+            # SGLang would set aside what a GPU's activations need, 1.5 MB per token of a prefill chunk: more than a
+            # small machine has, and then it refuses to start. The pool's size is given above anyway.
+            server_args.mem_fraction_static = 0.9
         cores = sorted(os.sched_getaffinity(0))
         shares = spread_cores(cores, server_args.tp_size)
         # One core is left to the HTTP server and the detokenizer: two busy OpenMP threads on two cores are slower and

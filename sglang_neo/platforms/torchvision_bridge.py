@@ -75,7 +75,3 @@ def write_pth(directory: Path | None = None) -> Path:
     target = (directory or Path(sysconfig.get_path("purelib"))) / PTH_NAME
     target.write_text("import sglang_neo.platforms.torchvision_bridge as b; b.install()\n")
     return target
-
-
-if __name__ == "__main__":
-    print(f"wrote {write_pth()}")

@@ -1,0 +1,57 @@
+"""Fixtures and rules for every test: GPU tests are skipped without a GPU, models are built once per session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before torch is imported: one OpenMP thread is steadier than several on a small machine, and a test's rounding must
+# not depend on the number of cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from sglang_neo.platforms import torchvision_bridge
+from tests.harness.models import SMOLLM2, tiny_model
+
+# In-process tests import SGLang here, where no launcher has prepared the interpreter.
+torchvision_bridge.install()
+
+
+def cuda_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not cuda_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this session keeps its tiny models."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def tiny(model_directory: Path) -> Callable[..., Path]:
+    """``tiny("llama")``: the folder of that tiny model, with tiny_model's other arguments if wanted."""
+
+    def build(arch: str, **options: Any) -> Path:
+        return tiny_model(arch, model_directory, **options)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct, a real model with a tokenizer."""
+    if not (SMOLLM2 / "config.json").is_file():
+        pytest.fail(f"{SMOLLM2} does not exist: run `make setup` first", pytrace=False)
+    return SMOLLM2
