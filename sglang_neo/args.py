@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import os
 from dataclasses import dataclass
@@ -174,6 +175,7 @@ def check_model_path(path: str, load_format: str) -> None:
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", "params.json")):
             raise UsageError(f"{path} is not a model: it has no config.json; give the folder of a Hugging Face model")
+        check_config_file(folder / "config.json")
         weights = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
         if load_format in ("auto", "safetensors", "pt") and not any(any(folder.glob(w)) for w in weights):
             raise UsageError(f"{path} has no weights (*.safetensors, *.bin, *.pt); --load-format dummy needs none")
@@ -183,6 +185,18 @@ def check_model_path(path: str, load_format: str) -> None:
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1
     if looks_local or (path.count("/") == 1 and Path(path).parent.is_dir()):
         raise UsageError(f"the model path {path} does not exist")
+
+
+def check_config_file(config: Path) -> None:
+    """Raises UsageError if a model's ``config.json`` is there and is no JSON object."""
+    if not config.is_file():
+        return
+    try:
+        content = json.loads(config.read_text())
+    except ValueError as error:
+        raise UsageError(f"{config} is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{config} is not the config of a model: it holds no JSON object")
 
 
 def prepare_server_args(argv: list[str]) -> NeoServerArgs:

@@ -192,6 +192,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     debug = "debug" in argv or "--log-level=debug" in argv
     _on_stop_signals(_raise_interrupted)
+    import yaml
+
     from sglang_neo import seams
     from sglang_neo.errors import UsageError
     from sglang_neo.platforms import device
@@ -207,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
         server_args = prepare_server_args(argv)
         check_port(server_args.host, server_args.port)
         seams.check_seams()
-    except (UsageError, ValueError, OSError, AssertionError, seams.SeamError) as error:
+    except (UsageError, ValueError, OSError, AssertionError, yaml.YAMLError, seams.SeamError) as error:
         # The command line, the model's files and the installation are input: one line, not a traceback.
         if debug:
             raise

@@ -1,0 +1,56 @@
+"""Fixtures for tests that talk to real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.server import Server, ServerPool, ServerSpec, extra_flags
+
+_POOL = pytest.StashKey[ServerPool]()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[ServerPool]:
+    pool = ServerPool(tmp_path_factory.mktemp("servers"))
+    pytestconfig.stash[_POOL] = pool
+    yield pool
+    pool.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the end of the server's log to the report of a failure."""
+    report = yield
+    pool = item.config.stash.get(_POOL, None)
+    if report.failed and pool is not None and pool.last is not None and "servers" in getattr(item, "fixturenames", ()):
+        report.sections.append(("server log", pool.last.log_tail()))
+    return report
+
+
+@pytest.fixture(scope="session")
+def neo_spec(smollm2: Path) -> ServerSpec:
+    """sglang_neo with the real model, in float32: its tokens are then those of plain SGLang exactly."""
+    return ServerSpec(smollm2, ("--dtype", "float32", "--enable-metrics", *extra_flags()))
+
+
+@pytest.fixture
+def neo(servers: ServerPool, neo_spec: ServerSpec) -> Server:
+    """A server with the real model, shared by all tests that leave it as they found it."""
+    return servers.shared(neo_spec)
+
+
+@pytest.fixture(scope="session")
+def tiny_spec(tiny: Callable[..., Path]) -> ServerSpec:
+    """sglang_neo with a tiny model and no tokenizer: for tests of processes, which care for no text."""
+    return ServerSpec(tiny("llama"), ("--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup"))
+
+
+@pytest.fixture(scope="session")
+def paged_spec(tiny_spec: ServerSpec) -> ServerSpec:
+    """The same with pages of 64 tokens."""
+    return tiny_spec.with_flags("--page-size", "64")

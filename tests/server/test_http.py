@@ -1,0 +1,216 @@
+"""The HTTP server with a real model: SGLang's endpoints, answered by our classes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import requests
+
+from sglang_neo import __version__
+from tests.harness.server import PLAIN, Server, ServerPool, ServerSpec, generate_body, wait_until
+
+CAPITAL = "The capital of France is"
+PROMPTS = [
+    CAPITAL,
+    "def fibonacci(n):\n",
+    "Once upon a time, in a village by the sea, there lived",
+    "The three primary colours are red,",
+]
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+
+
+def greedy_tokens(server: Server, prompts: list[str], count: int = 24) -> list[list[int]]:
+    answers = [server.generate(text=text, max_new_tokens=count, ignore_eos=True) for text in prompts]
+    return [answer["output_ids"] for answer in answers]
+
+
+def requests_there(server: Server) -> int:
+    """How many requests run or wait, as the scheduler reports it now and then."""
+    answer = server.get("/v1/loads")
+    assert answer.status_code == 200, answer.text
+    [load] = answer.json()["loads"]
+    return int(load["num_running_reqs"] + load["num_waiting_reqs"])
+
+
+def wait_idle(server: Server) -> None:
+    wait_until(lambda: requests_there(server) == 0, 30, "an idle server")
+
+
+def check_all_slots_back(server: Server) -> None:
+    """Every token slot is free, once what the prefix cache keeps is dropped."""
+
+    def all_free() -> bool:
+        if server.post("/flush_cache", {}).status_code != 200:  # refused while a request runs
+            return False
+        pool = server.info()["neo"]["device_kv"]
+        return bool(pool["free_tokens"] == pool["total_tokens"])
+
+    wait_until(all_free, 30, "all KV slots free after a flush")
+
+
+@pytest.fixture
+def client(neo: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{neo.url}/v1", api_key="none", max_retries=0)
+
+
+def test_health(neo: Server) -> None:
+    assert neo.get("/health").status_code == 200
+
+
+def test_server_info_has_our_block(neo: Server) -> None:
+    block = neo.info()["neo"]
+    assert block["version"] == __version__
+    assert block["sglang_version"] == "0.5.17"
+    assert block["neo_mode"] == "auto"
+    assert block["active_mode"] == "gpu-only"
+    assert block["device"] == "cpu"
+    assert block["dp_ranks"] == 1
+    assert block["cpu_kernel_isa"]
+    assert set(block["classes"]) == {"scheduler", "model_worker", "model_runner", "token_manager"}
+    for role, name in block["classes"].items():
+        assert name.startswith("sglang_neo."), f"{role} is {name}"
+    assert block["device_kv"]["total_tokens"] > 0
+
+
+def test_generate_text_and_ids(neo: Server, smollm2: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    by_text = neo.generate(text=CAPITAL, max_new_tokens=8)
+    by_ids = neo.generate(input_ids=tokenizer.encode(CAPITAL), max_new_tokens=8)
+    assert "Paris" in by_text["text"]
+    assert by_ids["output_ids"] == by_text["output_ids"]
+    assert by_text["text"] == tokenizer.decode(by_text["output_ids"])
+    assert by_text["meta_info"]["completion_tokens"] == len(by_text["output_ids"]) == 8
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="default", messages=QUESTION, temperature=0, max_tokens=24)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.usage is not None and answer.usage.completion_tokens > 0
+
+
+def test_chat_stream_equals_plain_answer(client: openai.OpenAI) -> None:
+    plain = client.chat.completions.create(model="default", messages=QUESTION, temperature=0, max_tokens=24)
+    stream = client.chat.completions.create(
+        model="default", messages=QUESTION, temperature=0, max_tokens=24, stream=True
+    )
+    choices = [chunk.choices[0] for chunk in stream if chunk.choices]
+    pieces = [choice.delta.content for choice in choices if choice.delta.content]
+    assert len(pieces) > 1
+    assert "".join(pieces) == plain.choices[0].message.content
+    assert choices[-1].finish_reason == plain.choices[0].finish_reason
+
+
+def test_concurrent_requests_share_a_prefix(neo: Server) -> None:
+    prefix = "The following facts are about cities in Europe. " * 6
+    prompts = [prefix + "Berlin is the capital of", prefix + "Madrid is the capital of"]
+    neo.post("/flush_cache", {})
+    alone = []
+    for prompt in prompts:
+        alone.append(neo.generate(text=prompt, max_new_tokens=16, ignore_eos=True)["output_ids"])
+        assert neo.post("/flush_cache", {}).status_code == 200
+
+    # The second request is sent once the first one streams: it then runs beside it and finds the prefix cached.
+    first_ids: list[int] = []
+    started = threading.Event()
+
+    def first() -> None:
+        body = generate_body(text=prompts[0], max_new_tokens=32, ignore_eos=True, stream=True)
+        with requests.post(f"{neo.url}/generate", json=body, stream=True, timeout=120) as answer:
+            for event in stream_events(answer):
+                first_ids[:] = event["output_ids"]
+                started.set()
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(first)
+        assert started.wait(60)
+        second = neo.generate(text=prompts[1], max_new_tokens=16, ignore_eos=True)
+        running.result(120)
+    assert second["meta_info"]["cached_tokens"] > 40
+    assert second["output_ids"] == alone[1]
+    assert first_ids[:16] == alone[0]
+
+
+def stream_events(answer: requests.Response) -> Any:
+    """The JSON objects of a stream of server-sent events."""
+    for line in answer.iter_lines():
+        if line.startswith(b"data: ") and line != b"data: [DONE]":
+            yield json.loads(line[len(b"data: ") :])
+
+
+def test_client_that_goes_away_frees_everything(neo: Server) -> None:
+    body = generate_body(text=CAPITAL, max_new_tokens=3000, ignore_eos=True, stream=True)
+    with requests.post(f"{neo.url}/generate", json=body, stream=True, timeout=60) as answer:
+        events = stream_events(answer)
+        next(events)
+        next(events)
+        wait_until(lambda: requests_there(neo) == 1, 30, "one request reported")
+    wait_idle(neo)
+    check_all_slots_back(neo)
+    assert "Paris" in neo.generate(text=CAPITAL, max_new_tokens=4)["text"]
+
+
+def test_abort_request(neo: Server) -> None:
+    body = generate_body(text=CAPITAL, max_new_tokens=3000, ignore_eos=True, stream=True, rid="to-be-aborted")
+    with requests.post(f"{neo.url}/generate", json=body, stream=True, timeout=60) as answer:
+        events = stream_events(answer)
+        next(events)
+        assert neo.post("/abort_request", {"rid": "to-be-aborted"}).status_code == 200
+        last = list(events)[-1]  # ends long before 3000 tokens
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert last["meta_info"]["completion_tokens"] < 3000
+    wait_idle(neo)
+    check_all_slots_back(neo)
+    assert "Paris" in neo.generate(text=CAPITAL, max_new_tokens=4)["text"]
+
+
+def test_metrics(neo: Server) -> None:
+    before = metric(neo, "sglang:generation_tokens_total")
+    neo.generate(text=CAPITAL, max_new_tokens=5, ignore_eos=True)
+    wait_until(lambda: metric(neo, "sglang:generation_tokens_total") >= before + 5, 30, "the tokens counted")
+
+
+def metric(server: Server, name: str) -> float:
+    """The value of a counter in /metrics, summed over its labels; 0 if it is not there yet."""
+    answer = server.get("/metrics")
+    assert answer.status_code == 200
+    values = [line.rsplit(" ", 1)[1] for line in answer.text.splitlines() if line.startswith(name)]
+    return sum(map(float, values))
+
+
+def test_load_generator_of_sglang(neo: Server, smollm2: Path, tmp_path: Path) -> None:
+    out = tmp_path / "result.jsonl"
+    command = [
+        *(sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", neo.url),
+        *("--model", str(smollm2), "--dataset-name", "random-ids", "--num-prompts", "4", "--random-input-len", "16"),
+        *("--random-output-len", "8", "--random-range-ratio", "1.0", "--max-concurrency", "2", "--seed", "1"),
+        *("--output-file", str(out), "--disable-tqdm"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    result = json.loads(out.read_text().splitlines()[-1])
+    assert result["completed"] == 4
+    assert result["total_output_tokens"] == 4 * 8
+
+
+def test_tokens_equal_plain_sglang(servers: ServerPool, neo_spec: ServerSpec) -> None:
+    """Last in this file: it ends the shared server, since the reference needs the machine."""
+    ours = greedy_tokens(servers.shared(neo_spec), PROMPTS)
+    assert len({tuple(tokens) for tokens in ours}) == len(PROMPTS)
+    plain = ServerSpec(
+        neo_spec.model,
+        ("--dtype", "float32", "--device", "cpu", "--attention-backend", "torch_native", "--skip-server-warmup"),
+        entry=PLAIN,
+    )
+    with servers.own(plain) as reference:
+        assert "neo" not in reference.info()
+        assert greedy_tokens(reference, PROMPTS) == ours
