@@ -97,6 +97,7 @@ class NeoServerArgs(ServerArgs):
         check_neo_flags(self, usable_cores=len(os.sched_getaffinity(0)), memory=host_memory_limit())
         refuse_flags(self)
         check_model_path(self.model_path, self.load_format)
+        check_config_file(Path(self.model_path).expanduser() / "config.json")
         super().__post_init__()
         refuse_flags(self)  # SGLang's resolution may have switched something on
         refuse_model(self)
@@ -175,7 +176,6 @@ def check_model_path(path: str, load_format: str) -> None:
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", "params.json")):
             raise UsageError(f"{path} is not a model: it has no config.json; give the folder of a Hugging Face model")
-        check_config_file(folder / "config.json")
         weights = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
         if load_format in ("auto", "safetensors", "pt") and not any(any(folder.glob(w)) for w in weights):
             raise UsageError(f"{path} has no weights (*.safetensors, *.bin, *.pt); --load-format dummy needs none")

@@ -79,7 +79,7 @@ def _leave_at_once_until(ready: threading.Event, process_exit: processes.Process
             process_exit.exit_now(128 + sig)
         handle_exit(self, sig, frame)
 
-    uvicorn.Server.handle_exit = handle
+    uvicorn.Server.handle_exit = handle  # type: ignore[method-assign]
 
 
 def _check_served_by_neo(server_args: Any, process_exit: processes.ProcessExit, seconds: float = 60) -> None:

@@ -111,7 +111,7 @@ def _build_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 def explain_failed_start(error: Exception) -> tuple[str, int | None]:
-    """What to tell the user, and the exit code: 2 if their input is at fault, 1 for the installation, None for a bug."""
+    """What to tell the user, and the exit code: 2 for bad input, 1 for a bad installation, None for a bug."""
     from safetensors import SafetensorError
 
     from sglang_neo import seams

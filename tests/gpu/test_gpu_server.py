@@ -27,7 +27,7 @@ FLAGS = ("--skip-tokenizer-init", "--grammar-backend", "none", "--max-total-toke
 CUDA_FLAGS = (
     *FLAGS,
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
-    *("--disable-prefill-cuda-graph", "--cuda-graph-max-bs", "16", "--mem-fraction-static", "0.5"),
+    *("--disable-prefill-cuda-graph", "--cuda-graph-max-bs", "16", "--mem-fraction-static", "0.4"),
 )
 
 
@@ -38,10 +38,9 @@ def model(tiny: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Any:
-    pool = ServerPool(tmp_path)
-    yield pool
-    pool.close()
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "plain").mkdir()
+    return tmp_path
 
 
 def answers(server: Server) -> dict[str, Reference]:
@@ -55,39 +54,45 @@ def answers(server: Server) -> dict[str, Reference]:
     return found
 
 
-def check_same_tokens_in_graphs(pool: ServerPool, model: Path, *extra: str) -> dict[str, Any]:
-    """Plain's tokens against ours; returns the ``neo`` block."""
+def check_same_tokens_in_graphs(directory: Path, model: Path, *extra: str) -> dict[str, Any]:
+    """Plain's tokens against ours, the two servers up at the same time; returns the ``neo`` block."""
     flags = (*CUDA_FLAGS, *extra)
-    reference = answers(pool.shared(ServerSpec(model, flags, PLAIN)))
-    server = pool.shared(ServerSpec(model, flags, NEO))
-    assert_exact(reference, {name: answer.tokens for name, answer in answers(server).items()})
-    batch = server.generate(input_ids=PROMPTS, max_new_tokens=64, ignore_eos=True)
+    with (
+        ServerPool(directory).starting(ServerSpec(model, flags, NEO)) as server,
+        ServerPool(directory / "plain").starting(ServerSpec(model, flags, PLAIN)) as plain,
+    ):
+        reference = answers(plain.wait_ready())
+        got = answers(server.wait_ready())
+        batch = server.generate(input_ids=PROMPTS, max_new_tokens=64, ignore_eos=True)
+        log, neo = server.log(), server.info()["neo"]
+    assert_exact(reference, {name: answer.tokens for name, answer in got.items()})
     assert [len(item["output_ids"]) for item in batch] == [64] * len(PROMPTS)
-    assert "cuda graph: True" in server.log(), f"decode did not run in CUDA graphs\n{server.log_tail()}"
-    neo: dict[str, Any] = server.info()["neo"]
+    assert "cuda graph: True" in log, "decode did not run in CUDA graphs"
     assert neo["device"] == "cuda"
     assert all(name.startswith("sglang_neo.") for name in neo["classes"].values()), neo["classes"]
-    return neo
+    return dict(neo)
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_tokens_equal_plain_sglang_with_cuda_graphs(pool: ServerPool, model: Path, page_size: int) -> None:
-    neo = check_same_tokens_in_graphs(pool, model, "--page-size", str(page_size))
+def test_tokens_equal_plain_sglang_with_cuda_graphs(directory: Path, model: Path, page_size: int) -> None:
+    neo = check_same_tokens_in_graphs(directory, model, "--page-size", str(page_size))
     assert neo["device_kv"]["page_size"] == page_size
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tensor_parallel(pool: ServerPool, model: Path) -> None:
-    check_same_tokens_in_graphs(pool, model, "--tp-size", "2")
+def test_tensor_parallel(directory: Path, model: Path) -> None:
+    check_same_tokens_in_graphs(directory, model, "--tp-size", "2")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_data_parallel(pool: ServerPool, model: Path) -> None:
-    assert check_same_tokens_in_graphs(pool, model, "--dp-size", "2")["dp_ranks"] == 2
+def test_data_parallel(directory: Path, model: Path) -> None:
+    assert check_same_tokens_in_graphs(directory, model, "--dp-size", "2")["dp_ranks"] == 2
 
 
-def test_cpu_device_on_a_gpu_machine(pool: ServerPool, model: Path) -> None:
+def test_cpu_device_on_a_gpu_machine(directory: Path, model: Path) -> None:
     """--device cpu hides the GPU from SGLang and serves from the CPU reference device."""
-    server = pool.shared(ServerSpec(model, (*FLAGS, "--dtype", "float32", "--device", "cpu"), NEO))
-    assert server.info()["neo"]["device"] == "cpu"
-    assert len(server.generate(input_ids=PROMPTS[0], max_new_tokens=4, ignore_eos=True)["output_ids"]) == 4
+    spec = ServerSpec(model, (*FLAGS, "--dtype", "float32", "--device", "cpu"), NEO)
+    with ServerPool(directory).starting(spec) as server:
+        assert server.wait_ready().info()["neo"]["device"] == "cpu"
+        answer = server.generate(input_ids=PROMPTS[0], max_new_tokens=4, ignore_eos=True)
+    assert len(answer["output_ids"]) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -188,6 +189,8 @@ def metric(server: Server, name: str) -> float:
 
 
 def test_load_generator_of_sglang(neo: Server, smollm2: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec("datasets") is None:
+        pytest.skip("sglang.benchmark.serving imports the package `datasets`, which is not installed")
     out = tmp_path / "result.jsonl"
     command = [
         *(sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", neo.url),
