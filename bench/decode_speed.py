@@ -26,9 +26,10 @@ from typing import Any
 import requests
 
 from bench.record import provenance
-from bench.server import Server, running
+from bench.servers import NEO, PLAIN, Server, ServerPool, ServerSpec
 
 VARIANTS = ("plain", "neo")
+ENTRIES = {"plain": PLAIN, "neo": NEO}
 
 
 def generate(server: Server, prompts: list[list[int]], output_len: int) -> tuple[float, list[list[int]]]:
@@ -60,14 +61,19 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def measure(options: argparse.Namespace, server_args: list[str], logs: Path) -> dict[str, Any]:
     rng = random.Random(options.seed)
-    common = ["--model-path", options.model_path, "--disable-radix-cache", *server_args]
+    flags = ("--disable-radix-cache", *server_args)
     rounds: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        servers = {
-            kind: stack.enter_context(running(kind, common, logs / f"{kind}.log", options.start_timeout))
-            for kind in VARIANTS
-        }
-        print("ready in " + ", ".join(f"{k}: {s.seconds_to_ready:.1f} s" for k, s in servers.items()), flush=True)
+        servers: dict[str, Server] = {}
+        started: dict[str, float] = {}
+        for kind in VARIANTS:  # one after the other: the second sizes its memory by what the first left
+            (logs / kind).mkdir(parents=True, exist_ok=True)
+            spec = ServerSpec(Path(options.model_path), flags, ENTRIES[kind])
+            begin = time.monotonic()
+            servers[kind] = stack.enter_context(ServerPool(logs / kind).starting(spec))
+            servers[kind].wait_ready(options.start_timeout)
+            started[kind] = time.monotonic() - begin
+        print("ready in " + ", ".join(f"{kind}: {s:.1f} s" for kind, s in started.items()), flush=True)
         vocabulary = options.vocabulary
         for number in range(-options.warmup, options.rounds):
             prompts = [[rng.randrange(10, vocabulary) for _ in range(options.input_len)] for _ in range(options.rows)]
@@ -84,8 +90,7 @@ def measure(options: argparse.Namespace, server_args: list[str], logs: Path) -> 
             )
             if number >= 0:
                 rounds.append({"order": order, **rates, "ratio": ratio, "outputs_equal": same})
-        info = requests.get(servers["neo"].url + "/server_info", timeout=60).json()
-        started = {kind: server.seconds_to_ready for kind, server in servers.items()}
+        info = servers["neo"].info()
     return {
         "what": "decode tokens/s, plain SGLang and sglang_neo interleaved",
         **provenance(),

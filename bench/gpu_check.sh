@@ -37,7 +37,7 @@ for backend in triton flashinfer; do
     --grammar-backend none --disable-prefill-cuda-graph --max-total-tokens 48000 --max-running-requests 64 \
     --cuda-graph-max-bs 64 --context-length 2048 --mem-fraction-static 0.4 2>&1 | tee "$OUT/decode_8b_$backend.txt" || status=1
 done
-cat logs-*/*.log 2> /dev/null | grep -E "sglang_neo|Capture|KV Cache|rror" | cut -c1-300 > "$OUT/server_logs.txt"
+cat logs-*/*/*.log 2> /dev/null | grep -E "sglang_neo|Capture|KV Cache|rror" | cut -c1-300 > "$OUT/server_logs.txt"
 log "GPU tests"
 python3 -m pytest tests/gpu -m gpu -v -p no:cacheprovider "$@" > "$OUT/gpu_tests.txt" 2>&1 || status=1
 tail -15 "$OUT/gpu_tests.txt"

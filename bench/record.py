@@ -47,6 +47,12 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _script() -> list[str]:
+    """How the running program was named, without the folder it lies in."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", spec.name] if spec is not None else [Path(sys.argv[0]).name]
+
+
 def provenance() -> dict[str, Any]:
     return {
         "machine": {
@@ -56,6 +62,6 @@ def provenance() -> dict[str, Any]:
         },
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join(["python", *_script(), *sys.argv[1:]]),
         "versions": _versions(),
     }

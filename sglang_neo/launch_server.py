@@ -128,6 +128,7 @@ def serve(server_args: Any, debug: bool = False) -> int:
     import sglang.srt.entrypoints.engine as engine
     import sglang.srt.entrypoints.http_server as http_server
     import sglang.srt.managers.tokenizer_manager as tokenizer_manager_module
+    from sglang.srt.managers.load_snapshot import shm_path_for
     from sglang.srt.utils import kill_process_tree
 
     from sglang_neo.errors import UsageError
@@ -145,6 +146,7 @@ def serve(server_args: Any, debug: bool = False) -> int:
     _leave_at_once_until(ready, process_exit)
 
     def init_tokenizer_manager(args: Any, port_args: Any) -> Any:
+        process_exit.leftovers.append(shm_path_for(port_args.instance_id))
         try:
             result = init_neo_tokenizer_manager(args, port_args)
         except (ValueError, OSError) as error:
@@ -185,6 +187,7 @@ def serve(server_args: Any, debug: bool = False) -> int:
         if watchdog is not None:
             watchdog.stop()  # it would take the end of the children for a crash
         kill_process_tree(os.getpid(), include_parent=False, wait_timeout=30)
+        process_exit.remove_leftovers()
 
 
 def main(argv: list[str] | None = None) -> int:

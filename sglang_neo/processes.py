@@ -155,6 +155,7 @@ class ProcessExit:
         self.stopping = False
         self._leaving = threading.RLock()  # held until the process is gone; signal handlers of the holder may re-enter
         self._code: int | None = None
+        self.leftovers: list[str] = []  # files that SGLang leaves behind when it is killed
         self._failures: Connection | None = None
         self._told = threading.Event()
 
@@ -221,12 +222,18 @@ class ProcessExit:
                 print_error(message)
             self.exit_now(code)
 
+    def remove_leftovers(self) -> None:
+        for path in self.leftovers:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
     def exit_now(self, code: int) -> NoReturn:
         with self._leaving:
             self.stopping = True
             if self._code is None:
                 self._code = code
             self._original(os.getpid(), include_parent=False, wait_timeout=30)
+            self.remove_leftovers()
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()

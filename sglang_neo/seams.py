@@ -103,6 +103,12 @@ SEAMS = (
         "takes our tokenizer manager",
     ),
     Seam(
+        "sglang.srt.managers.load_snapshot",
+        "shm_path_for",
+        ("ipc_name",),
+        "names the shared-memory file that a killed server leaves behind",
+    ),
+    Seam(
         "sglang.srt.entrypoints.http_server",
         "launch_server",
         ("server_args", "init_tokenizer_manager_func", "run_scheduler_process_func", "launch_callback"),

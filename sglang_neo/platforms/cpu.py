@@ -51,6 +51,8 @@ class NeoCpuPlatform(CpuDeviceMixin, SRTPlatform):
             # SGLang would set aside what a GPU's activations need, 1.5 MB per token of a prefill chunk: more than a
             # small machine has, and then it refuses to start. The pool's size is given above anyway.
             server_args.mem_fraction_static = 0.9
+        # An idle scheduler would poll on a core that the model, or another rank, could use.
+        server_args.sleep_on_idle = True
         cores = sorted(os.sched_getaffinity(0))
         shares = spread_cores(cores, server_args.tp_size)
         # One core is left to the HTTP server and the detokenizer: two busy OpenMP threads on two cores are slower and

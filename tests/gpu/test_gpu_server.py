@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.servers import NEO, PLAIN, Server, ServerPool, ServerSpec
 from tests.harness.exact import Reference, assert_exact, top_gaps
 from tests.harness.models import VOCAB_SIZE
-from tests.harness.server import NEO, PLAIN, Server, ServerPool, ServerSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

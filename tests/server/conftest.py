@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.server import Server, ServerPool, ServerSpec, extra_flags
+from bench.servers import Server, ServerPool, ServerSpec, extra_flags
 
 _POOL = pytest.StashKey[ServerPool]()
 

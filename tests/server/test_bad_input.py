@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.servers import ServerPool, ServerSpec, check_told_in_one_line, free_port
 from sglang_neo import launch_server
-from tests.harness.server import ServerPool, ServerSpec, check_told_in_one_line, free_port
 
 Launch = Callable[..., tuple[int, str]]
 

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import sglang as sgl
 
-from tests.harness.server import Server
+from bench.servers import Server
 
 CAPITAL = "The capital of France is"
 PERSON = {

@@ -15,8 +15,8 @@ import openai
 import pytest
 import requests
 
+from bench.servers import PLAIN, Server, ServerPool, ServerSpec, generate_body, wait_until
 from sglang_neo import __version__
-from tests.harness.server import PLAIN, Server, ServerPool, ServerSpec, generate_body, wait_until
 
 CAPITAL = "The capital of France is"
 PROMPTS = [

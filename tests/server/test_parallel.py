@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.harness.server import Server, ServerPool, ServerSpec, check_told_in_one_line, generate_body, wait_until
+from bench.servers import Server, ServerPool, ServerSpec, check_told_in_one_line, generate_body, wait_until
 
 TOKENS = 24
 

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.harness.models import REPO_ROOT
-from tests.harness.server import (
+from bench.servers import (
     Server,
     ServerPool,
     ServerSpec,
@@ -27,6 +26,7 @@ from tests.harness.server import (
     generate_body,
     wait_until,
 )
+from tests.harness.models import REPO_ROOT
 
 MOMENTS: dict[str, Callable[[Server], None]] = {
     "importing": lambda server: time.sleep(1),
