@@ -81,7 +81,7 @@ setup: device $(SMOLLM2)/config.json  ## virtual environment, build and a small 
 serve: setup  ## serve a model (MODEL=... PORT=... HOST=... ARGS="...")
 	@echo "serving $(MODEL) on http://$(HOST):$(PORT); once it says 'ready to roll', ask it something:"
 	@echo "  curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
-	@echo "    -d '{\"model\": \"default\", \"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}]}'"
+	@echo "    -d '{\"model\": \"default\", \"max_tokens\": 32, \"temperature\": 0, \"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}]}'"
 	@exec $(BIN)/python -m sglang_neo.launch_server --model-path '$(MODEL)' --host $(HOST) --port $(PORT) \
 	  --device $(DEVICE) $(ARGS)
 

@@ -126,7 +126,7 @@ def test_what_the_user_gave_stays(cores: list[int], monkeypatch: pytest.MonkeyPa
         "max_total_tokens": 640,
         "mem_fraction_static": 0.3,
     }
-    assert vars(defaults(**given)) == {**given, "tp_size": 1}
+    assert vars(defaults(**given)) == {**given, "tp_size": 1, "sleep_on_idle": True}  # which has no flag for no
     assert os.environ["OMP_NUM_THREADS"] == "7"
 
 
