@@ -32,10 +32,10 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 # Stamps: what was installed, for which device. A change of the files named beside them installs again.
 DEPS  := $(VENV)/.deps-$(DEVICE)
 BUILD := $(VENV)/.build
-KERNEL_SOURCES := $(wildcard cpu_kernels/*.pyx cpu_kernels/*.pxd cpu_kernels/src/*)
-CXX_SOURCES := $(wildcard cpu_kernels/src/*.cpp cpu_kernels/src/*.hpp)
+KERNEL_SOURCES := $(wildcard cpu_kernels/*.pyx cpu_kernels/*.pxd cpu_kernels/src/*.?pp cpu_kernels/src/*/*.?pp)
+CXX_SOURCES := $(wildcard cpu_kernels/src/*.cpp cpu_kernels/src/*.hpp cpu_kernels/src/*/*.cpp cpu_kernels/src/*/*.hpp)
 
-.PHONY: help device setup serve test lint format clean distclean
+.PHONY: help device setup serve test bench sanitize lint format clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -88,6 +88,14 @@ serve: setup  ## serve a model (MODEL=... PORT=... HOST=... ARGS="...")
 test: setup  ## run the tests (PYTEST_ARGS="...")
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+bench: setup  ## how fast the CPU kernels are, into bench/results/local (BENCH_ARGS="...")
+	@mkdir -p bench/results/local
+	@$(BIN)/python -m cpu_kernels.bench --json bench/results/local/kernels.json --plot bench/results/local/kernels.png \
+	  $(BENCH_ARGS)
+
+sanitize:  ## C++ tests under ASan, UBSan and TSan (SANITIZERS="asan tsan")
+	@bash cpu_kernels/sanitize.sh $(SANITIZERS)
+
 lint: $(BUILD)  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -100,7 +108,7 @@ format: $(BUILD)  ## let ruff and clang-format rewrite the files
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 clean:  ## remove what the build and the tests made
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis cpu_kernels/*.so cpu_kernels/_native.cpp $(BUILD)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis cpu_kernels/*.so cpu_kernels/_*.cpp $(BUILD)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove the virtual environment and the model

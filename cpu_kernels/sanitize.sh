@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Builds the C++ tests with sanitizers and runs them.
+#   cpu_kernels/sanitize.sh [asan|tsan|plain]...     default: asan tsan
+# asan is AddressSanitizer with UndefinedBehaviorSanitizer. src/tests/test_workers.cpp gets the sources of the worker
+# pool, every other src/tests/test_*.cpp all sources. Environment: CXX; TESTS (names to build and run, default: all);
+# BUILD_DIR (where objects are kept; default: build/sanitize).
+set -euo pipefail
+cd "$(dirname "$0")/src"
+CXX=${CXX:-g++}
+build_dir=${BUILD_DIR:-../../build/sanitize}
+workers=(worker_pool.cpp handoff.cpp fake_device.cpp)
+[ $# -gt 0 ] || set -- asan tsan
+
+flags() {
+  case $1 in
+    asan) echo "-fsanitize=address,undefined -fno-sanitize-recover=all" ;;
+    tsan) echo "-fsanitize=thread" ;;
+    plain) echo "" ;;
+    *) echo "error: asan, tsan or plain, not '$1'" >&2; return 2 ;;
+  esac
+}
+
+object_of() { echo "$out/$(echo "${1%.cpp}" | tr / -).o"; }
+
+# Compiles what is older than its source or any header, as many at a time as there are cores.
+compile() {
+  local source object
+  for source in "$@"; do
+    object=$(object_of "$source")
+    if [ ! -e "$object" ] || [ "$source" -nt "$object" ] || [ "$newest_header" -nt "$object" ]; then
+      printf '%s\0%s\0' "$source" "$object"
+    fi
+  done | xargs -0 -r -n 2 -P "$(nproc)" sh -c \
+    'exec "$1" -std=c++17 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -pthread -I. $2 -c "$3" -o "$4"' sh "$CXX" "$extra"
+}
+
+newest_header=$(find . -name '*.hpp' -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2-)
+for kind in "$@"; do
+  extra=$(flags "$kind")
+  out=$build_dir/$kind
+  mkdir -p "$out"
+  for test in tests/test_*.cpp; do
+    name=$(basename "$test" .cpp)
+    if [ -n "${TESTS:-}" ] && [[ " $TESTS " != *" $name "* ]]; then continue; fi
+    sources=("$test" "${workers[@]}")
+    [ "$name" = test_workers ] || sources=("$test" *.cpp */kernels.cpp)
+    compile "${sources[@]}"
+    objects=()
+    for source in "${sources[@]}"; do objects+=("$(object_of "$source")"); done
+    # shellcheck disable=SC2086
+    "$CXX" $extra -pthread "${objects[@]}" -o "$out/$name"
+    echo "$kind: $name"
+    UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" "$out/$name"
+  done
+done

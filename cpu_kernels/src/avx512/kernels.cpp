@@ -1,0 +1,36 @@
+#include "../generic/headers.hpp"
+
+#if defined(__x86_64__)
+
+// GCC 12 takes the undefined inputs that its own intrinsics begin with for mistakes.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+CPU_KERNELS_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#define CPU_KERNELS_HAVE_F16C 1
+namespace cpu_kernels {
+namespace avx512 {
+namespace {
+
+constexpr const char* kIsaName = "avx512";
+
+// In this order: each builds on those before.
+// clang-format off
+#include "../generic/convert.hpp"
+#include "../generic/unroll.hpp"
+#include "simd.hpp"
+#include "../generic/attend.hpp"
+#include "../generic/pages.hpp"
+// clang-format on
+
+}  // namespace
+
+const KernelTable kTable = {kIsaName, attend_any, finish, merge, write_page, read_page, convert};
+
+}  // namespace avx512
+}  // namespace cpu_kernels
+CPU_KERNELS_END_TARGET
+
+#endif

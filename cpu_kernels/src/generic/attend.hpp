@@ -1,0 +1,828 @@
+// Decode attention over a run of tokens, written once over the primitives of simd.hpp. Included inside each instruction
+// set's namespace and target region.
+//
+// A tile of up to 64 tokens is read once: scores of all queries, online softmax, weighted sum of values. Row pointers
+// are looked up per tile, so pages of any size and token-major slots share the code, and while one tile is computed
+// the rows of a later one are prefetched, line by line between the arithmetic.
+
+// The same pointer, but the compiler does not know it: what is read through it is read again rather than kept in a
+// register that accumulators need.
+template <class T>
+CPU_KERNELS_INLINE const T* reread(const T* p) {
+  __asm__("" : "+r"(p));
+  return p;
+}
+
+// Pointers to the rows of one tile. Token t of the tile is token base + t of the row, base a multiple of 64; tokens
+// [first, n) are attended to. Pointers are valid in [first rounded down to 16, n rounded up to 16).
+struct Rows {
+  int first, n;
+  const std::uint8_t* k[kTile];
+  const std::uint8_t* v[kTile];  // by group of interleaved tokens
+  const float* k_scale[kTile / 16];
+  const float* v_scale[kTile / 16];
+
+  int lo() const { return first & ~15; }
+  int hi() const { return (n + 15) & ~15; }
+};
+
+CPU_KERNELS_INLINE void find_rows(const AttendShape& s, const Segment& seg, int tile, Rows* r) {
+  const int base = tile * kTile;
+  r->first = seg.begin > base ? seg.begin - base : 0;
+  r->n = seg.end - base < kTile ? seg.end - base : kTile;
+  const std::int64_t row = static_cast<std::int64_t>(s.layout.row_bytes());
+  if (s.slots) {
+    for (int t = r->lo(); t < r->hi(); ++t) {
+      const int known = t < r->first ? r->first : t >= r->n ? r->n - 1 : t;
+      const std::int64_t slot = seg.table[base + known];
+      r->k[t] = seg.k + slot * seg.k_stride;
+      r->v[t] = seg.v + slot * seg.v_stride;
+    }
+    return;
+  }
+  const int group = value_group(s.layout.type), page_tokens = s.layout.page_tokens;
+  for (int t = r->lo(); t < r->hi(); t += 16) {
+    const std::int64_t page = seg.table[(base + t) / page_tokens];
+    const int offset = (base + t) & (page_tokens - 1);
+    const std::uint8_t* k = seg.k + page * seg.k_stride;
+    const std::uint8_t* v = seg.v + page * seg.v_stride;
+    for (int i = 0; i < 16; ++i) r->k[t + i] = k + (offset + i) * row;
+    for (int i = 0; i < 16 / group; ++i) r->v[t / group + i] = v + (offset + i * group) * row;
+    if (s.layout.type == Type::i8) {
+      r->k_scale[t / 16] = reinterpret_cast<const float*>(k + s.layout.k_scale_offset()) + offset;
+      r->v_scale[t / 16] = reinterpret_cast<const float*>(v + s.layout.v_scale_offset() - s.layout.v_offset()) + offset;
+    }
+  }
+}
+
+template <int kLines>
+CPU_KERNELS_INLINE void prefetch(const std::uint8_t* p, int hint) {
+  switch (hint) {
+    case 1:
+      return unroll<kLines>([&](auto i) CPU_KERNELS_LAMBDA { __builtin_prefetch(p + 64 * i, 0, 3); });
+    case 2:
+      return unroll<kLines>([&](auto i) CPU_KERNELS_LAMBDA { __builtin_prefetch(p + 64 * i, 0, 2); });
+    case 3:
+      return unroll<kLines>([&](auto i) CPU_KERNELS_LAMBDA { __builtin_prefetch(p + 64 * i, 0, 1); });
+    case 4:
+      return unroll<kLines>([&](auto i) CPU_KERNELS_LAMBDA { __builtin_prefetch(p + 64 * i, 0, 0); });
+    default:
+      return;
+  }
+}
+
+// Prefetches a tile's keys, then its values, in the order of their addresses (which the hardware's own prefetchers
+// follow) and at the pace at which the current tile's bytes are used.
+struct Ahead {
+  static constexpr int kBlock = 256;
+
+  const Rows* rows = nullptr;  // null: nothing to prefetch
+  int hint = 0;
+  int span_tokens = 16;  // tokens whose rows are contiguous
+  int span_bytes = 0;
+  int group = 1;
+  int token = 0, end_token = 0;
+  bool in_values = false;
+  int budget = 0;
+  const std::uint8_t *at = nullptr, *end = nullptr;
+
+  void begin(const AttendShape& s, const Rows* tile) {
+    rows = tile;
+    hint = s.tuning.prefetch_hint;
+    span_tokens = s.slots ? 1 : 16;
+    span_bytes = span_tokens * static_cast<int>(s.layout.row_bytes());
+    group = s.slots ? 1 : value_group(s.layout.type);
+    token = tile->lo();
+    end_token = tile->hi();
+    if (s.layout.type == Type::i8)
+      for (int t = token; t < end_token; t += 16) {
+        prefetch<1>(reinterpret_cast<const std::uint8_t*>(tile->k_scale[t / 16]), hint);
+        prefetch<1>(reinterpret_cast<const std::uint8_t*>(tile->v_scale[t / 16]), hint);
+      }
+    next_span();
+  }
+
+  bool next_span() {
+    if (token >= end_token) {
+      if (in_values) {
+        rows = nullptr;
+        return false;
+      }
+      in_values = true;
+      token = rows->lo();
+    }
+    at = in_values ? rows->v[token / group] : rows->k[token];
+    end = at + span_bytes;
+    token += span_tokens;
+    return true;
+  }
+
+  bool block() {
+    if (at >= end && !next_span()) return false;
+    if (end - at >= kBlock) {
+      prefetch<kBlock / 64>(at, hint);
+      at += kBlock;
+    } else {
+      for (; at < end; at += 64) prefetch<1>(at, hint);
+    }
+    return true;
+  }
+
+  // `bytes` of the current tile are being used.
+  CPU_KERNELS_INLINE void keep_up(int bytes) {
+    if (rows == nullptr) return;
+    for (budget += bytes; budget >= kBlock; budget -= kBlock)
+      if (!block()) return;
+  }
+
+  void rest() {
+    while (rows != nullptr && block()) {
+    }
+  }
+};
+
+// 2^x, relative error below 2e-7, for x in [-126, 126]; smaller x gives 2^-126.
+CPU_KERNELS_INLINE F exp2(F x) {
+  x = max(x, set1(-126.f));
+  const F n = round(x), f = sub(x, n);
+  F p = fma(set1(1.326472703e-03f), f, set1(9.671512878e-03f));
+  p = fma(p, f, set1(5.550733746e-02f));
+  p = fma(p, f, set1(2.402224208e-01f));
+  p = fma(p, f, set1(6.931469776e-01f));
+  p = fma(p, f, set1(1.f));
+  return mul(p, pow2n(n));
+}
+
+// Values are summed over so many tokens at a time (int8: twice as many). All passes over the dims then find them in the
+// first-level cache, beside what is being prefetched into it.
+constexpr int kValueTokens = 32;
+
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kLn2 = 0.69314718055994530942f;
+
+CPU_KERNELS_INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+// The state of one attend call in the worker's scratch memory.
+struct Work {
+  Rows rows[3];
+  alignas(64) float k_scale[kTile], v_scale[kTile];  // int8; 0 for tokens outside the tile
+  alignas(64) float m[kMaxQueries], l[kMaxQueries], alpha[kMaxQueries], query_scale[kMaxQueries],
+      weight_scale[kMaxQueries];
+  alignas(64) float s[kMaxQueries][kTile];           // scores, then weights
+  alignas(64) std::int16_t w16[kMaxQueries][kTile];  // weights as int16 or bf16 where the values' arithmetic wants them
+  alignas(64) std::uint8_t extra[16 * 1024];         // for tile arithmetic
+  alignas(64) float queries[1];                      // queries in the order and type that the scores want
+};
+static_assert(offsetof(Work, queries) <= kScratchFixed, "scratch_bytes must cover Work");
+
+CPU_KERNELS_INLINE const std::uint8_t* query_pointer(const Segment& seg, int i, int head_dim, Type type) {
+  return seg.query_base + seg.query_rows[i / seg.heads] * seg.query_row_bytes +
+         static_cast<std::int64_t>(i % seg.heads) * head_dim * static_cast<std::int64_t>(type_bytes(type));
+}
+
+// Query i as floats in natural order.
+CPU_KERNELS_INLINE void read_query(const AttendShape& s, const Segment& seg, int i, float* out) {
+  const int d = s.layout.head_dim;
+  const std::uint8_t* p = query_pointer(seg, i, d, s.query_type);
+  if (s.query_type == Type::f32) {
+    std::memcpy(out, p, d * sizeof(float));
+  } else if (s.query_type == Type::f16) {
+    f16 x;
+    for (int j = 0; j < d; ++j) {
+      std::memcpy(&x, p + 2 * j, 2);
+      out[j] = to_float(x);
+    }
+  } else {
+    bf16 x;
+    for (int j = 0; j < d; ++j) {
+      std::memcpy(&x, p + 2 * j, 2);
+      out[j] = to_float(x);
+    }
+  }
+}
+
+// ---- fp32 arithmetic on keys and values of type T ----------------------------------------------------------------
+
+template <class T, int Q>
+CPU_KERNELS_INLINE void float_scores_block(const std::uint8_t* const* rows, const float* q, int q_stride, int head_dim,
+                                           float* s) {
+  constexpr int kTokens = score_tokens(Q);
+  F acc[Q * kTokens];
+  const T* k[kTokens];
+  unroll<Q * kTokens>([&](auto i) CPU_KERNELS_LAMBDA { acc[i] = zero(); });
+  unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { k[t] = reinterpret_cast<const T*>(rows[t]); });
+  int d = 0;
+  for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
+    if constexpr (Q <= 2) {  // few queries stay in registers, and keys pass by
+      F x[2 * Q];
+      unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+        x[2 * g] = load(q + g * q_stride + d);
+        x[2 * g + 1] = load(q + g * q_stride + d + kLanes);
+      });
+      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
+        const Two y = load_split(k[t] + d);
+        unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+          F& a = acc[g * kTokens + t];
+          a = fma(y.b, x[2 * g + 1], fma(y.a, x[2 * g], a));
+        });
+      });
+      continue;
+    }
+    F y[kTokens];
+    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { y[t] = load_split(k[t] + d).a; });
+    unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+      const F x = load(q + g * q_stride + d);
+      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = fma(y[t], x, acc[g * kTokens + t]); });
+    });
+    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { y[t] = load_split(reread(k[t] + d)).b; });
+    unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+      const F x = load(q + g * q_stride + d + kLanes);
+      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = fma(y[t], x, acc[g * kTokens + t]); });
+    });
+  }
+  if (d < head_dim) {
+    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
+      const Two x = load_split_half(k[t] + d);
+      unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+        F& a = acc[g * kTokens + t];
+        a = fma(x.b, load(q + g * q_stride + d + kLanes), fma(x.a, load(q + g * q_stride + d), a));
+      });
+    });
+  }
+  reduce_store<Q, kTokens>(acc, s);
+}
+
+template <class T, int Q>
+CPU_KERNELS_INLINE void float_scores(const Rows& r, const float* q, int q_stride, int head_dim, float* s,
+                                     Ahead& ahead) {
+  constexpr int kTokens = score_tokens(Q);
+  const int last = r.hi() - kTokens;
+  for (int t = r.lo(); t < r.n; t += kTokens) {
+    if (t > last) t = last;  // a block that does not fit in begins earlier and computes some scores twice
+    ahead.keep_up(kTokens * head_dim * static_cast<int>(sizeof(T)));
+    float_scores_block<T, Q>(r.k + t, q, q_stride, head_dim, s + t);
+  }
+}
+
+// What was summed before a new maximum shrinks by alpha. Mostly there is none and alpha is 1.
+CPU_KERNELS_INLINE void rescale(const float* alpha, int queries, int head_dim, float* o) {
+  for (int g = 0; g < queries; ++g) {
+    if (alpha[g] == 1.f) continue;
+    const F a = set1(alpha[g]);
+    for (int d = 0; d < head_dim; d += kLanes) store(o + g * head_dim + d, mul(a, load(o + g * head_dim + d)));
+  }
+}
+
+template <int Q, int kVectors>
+CPU_KERNELS_INLINE void load_sums(F (&acc)[Q * kVectors], const float* o, int head_dim) {
+  unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+    unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { acc[g * kVectors + j] = load(o + g * head_dim + j * kLanes); });
+  });
+}
+
+template <int Q, int kVectors>
+CPU_KERNELS_INLINE void store_sums(const F (&acc)[Q * kVectors], float* o, int head_dim) {
+  unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+    unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { store(o + g * head_dim + j * kLanes, acc[g * kVectors + j]); });
+  });
+}
+
+// acc[g] += x * weight of query g.
+template <int Q, int kVectors>
+CPU_KERNELS_INLINE void add_weighted(F (&acc)[Q * kVectors], const F (&x)[kVectors], const float* weights) {
+  unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+    const F w = set1(weights[g * kTile]);
+    unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { acc[g * kVectors + j] = fma(x[j], w, acc[g * kVectors + j]); });
+  });
+}
+
+// Values of tokens [first, n), interleaved in pairs, 16-bit.
+template <class T, int Q, int kVectors>
+CPU_KERNELS_INLINE void pair_values_block(const Rows& r, int first, int n, const float (*p)[kTile], float* o,
+                                          int head_dim, int d, Ahead& ahead) {
+  F acc[Q * kVectors];
+  load_sums<Q, kVectors>(acc, o + d, head_dim);
+  ahead.keep_up((n - first) * kVectors * kLanes * 2);
+  const int pairs = n / 2;
+  for (int i = first / 2; i < pairs; ++i) {
+    const T* v = reinterpret_cast<const T*>(r.v[i]) + 2 * d;
+    if constexpr (Q <= 2) {
+      F w[2 * Q];
+      unroll<2 * Q>([&](auto g) CPU_KERNELS_LAMBDA { w[g] = set1(p[g / 2][2 * i + g % 2]); });
+      unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA {
+        const Two x = load_pair(v + 2 * j * kLanes);
+        unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+          F& to = acc[g * kVectors + j];
+          to = fma(x.b, w[2 * g + 1], fma(x.a, w[2 * g], to));
+        });
+      });
+      continue;
+    }
+    F x[kVectors];
+    unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_pair(v + 2 * j * kLanes).a; });
+    add_weighted<Q, kVectors>(acc, x, p[0] + 2 * i);
+    v = reread(v);
+    unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_pair(v + 2 * j * kLanes).b; });
+    add_weighted<Q, kVectors>(acc, x, p[0] + 2 * i + 1);
+  }
+  if (n & 1) {  // the pair's other token is no token: its bytes may be NaN
+    const T* v = reinterpret_cast<const T*>(r.v[pairs]) + 2 * d;
+    F a[kVectors];
+    unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { a[j] = load_pair(v + 2 * j * kLanes).a; });
+    add_weighted<Q, kVectors>(acc, a, p[0] + 2 * pairs);
+  }
+  store_sums<Q, kVectors>(acc, o + d, head_dim);
+}
+
+// Values of tokens [first, n), token-major.
+template <class T, int Q, int kVectors>
+CPU_KERNELS_INLINE void row_values_block(const Rows& r, int first, int n, const float (*p)[kTile], float* o,
+                                         int head_dim, int d, Ahead& ahead) {
+  F acc[Q * kVectors];
+  load_sums<Q, kVectors>(acc, o + d, head_dim);
+  ahead.keep_up((n - first) * kVectors * kLanes * static_cast<int>(sizeof(T)));
+  for (int t = first; t < n; ++t) {
+    const T* v = reinterpret_cast<const T*>(r.v[t]) + d;
+    F x[kVectors];
+    unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_natural(v + j * kLanes); });
+    add_weighted<Q, kVectors>(acc, x, p[0] + t);
+  }
+  store_sums<Q, kVectors>(acc, o + d, head_dim);
+}
+
+// Passes over the dims, as many vectors at a time as the registers hold, then fewer.
+template <class Block, int Q, int kVectors>
+CPU_KERNELS_INLINE void value_passes(const Block& block, int head_dim, int d) {
+  for (int left = (head_dim - d) / kLanes; left >= kVectors; left -= kVectors, d += kVectors * kLanes) {
+    if (kVectors == 3 && left == 4) break;  // two and two keep the FMAs busier than three and one
+    block.template run<Q, kVectors>(d);
+  }
+  if constexpr (kVectors > 1) value_passes<Block, Q, (kVectors == 3 ? 2 : kVectors / 2)>(block, head_dim, d);
+}
+
+// All passes, for as many queries at a time as fit.
+template <class MakeBlock>
+CPU_KERNELS_INLINE void value_queries(int queries, int head_dim, const MakeBlock& make) {
+  for (int g = 0; g < queries;) {
+    const auto block = make(g);
+    using Block = std::decay_t<decltype(block)>;
+    switch (queries - g) {
+      case 1:
+        value_passes<Block, 1, value_vectors(1)>(block, head_dim, 0);
+        g += 1;
+        break;
+      case 2:
+        value_passes<Block, 2, value_vectors(2)>(block, head_dim, 0);
+        g += 2;
+        break;
+      case 3:
+        value_passes<Block, 3, value_vectors(3)>(block, head_dim, 0);
+        g += 3;
+        break;
+      default:
+        value_passes<Block, 4, value_vectors(4)>(block, head_dim, 0);
+        g += 4;
+    }
+  }
+}
+
+template <class T, bool kPairs>
+struct FloatValues {
+  const Rows& r;
+  int first, n;
+  const float (*p)[kTile];
+  float* o;
+  int head_dim;
+  Ahead& ahead;
+  template <int Q, int kVectors>
+  CPU_KERNELS_INLINE void run(int d) const {
+    if constexpr (kPairs)
+      pair_values_block<T, Q, kVectors>(r, first, n, p, o, head_dim, d, ahead);
+    else
+      row_values_block<T, Q, kVectors>(r, first, n, p, o, head_dim, d, ahead);
+  }
+};
+
+template <class T, bool kSlots>
+struct FloatArithmetic {
+  static constexpr bool kPairs = sizeof(T) == 2 && !kSlots;
+  static constexpr bool kTokenScales = false;
+
+  static int query_stride(int head_dim) { return round_up(head_dim, 2 * kLanes); }
+
+  static void prepare(const AttendShape& s, const Segment& seg, Work& w) {
+    const int d = s.layout.head_dim, stride = query_stride(d);
+    alignas(64) float natural[512];
+    for (int i = d; i < stride; ++i) natural[i] = 0.f;
+    for (int i = 0; i < seg.queries; ++i) {
+      read_query(s, seg, i, natural);
+      float* q = w.queries + i * stride;
+      if (splits_odd_even(s.layout.type)) {
+        for (int c = 0; c < stride; c += 2 * kLanes)
+          for (int j = 0; j < kLanes; ++j) {
+            q[c + j] = natural[c + 2 * j];
+            q[c + kLanes + j] = natural[c + 2 * j + 1];
+          }
+      } else {
+        std::memcpy(q, natural, stride * sizeof(float));
+      }
+    }
+  }
+
+  static void scores(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
+    const int d = s.layout.head_dim, stride = query_stride(d);
+    for (int g = 0; g < seg.queries;) {
+      const float* q = w.queries + g * stride;
+      const int left = seg.queries - g;
+      if (left >= 4) {
+        float_scores<T, 4>(r, q, stride, d, w.s[g], ahead);
+        g += 4;
+      } else if (left == 3) {
+        float_scores<T, 3>(r, q, stride, d, w.s[g], ahead);
+        g += 3;
+      } else if (left == 2) {
+        float_scores<T, 2>(r, q, stride, d, w.s[g], ahead);
+        g += 2;
+      } else {
+        float_scores<T, 1>(r, q, stride, d, w.s[g], ahead);
+        g += 1;
+      }
+    }
+  }
+
+  static void values(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
+    const int d = s.layout.head_dim;
+    rescale(w.alpha, seg.queries, d, seg.o);
+    for (int t = r.lo(); t < r.n; t += kValueTokens) {
+      const int first = t > r.first ? t : r.first, n = t + kValueTokens < r.n ? t + kValueTokens : r.n;
+      values_chunk(seg, r, first, n, w, d, ahead);
+    }
+  }
+
+  static void values_chunk(const Segment& seg, const Rows& r, int first, int n, Work& w, int d, Ahead& ahead) {
+    value_queries(seg.queries, d, [&](int g) CPU_KERNELS_LAMBDA {
+      return FloatValues<T, kPairs>{r, first, n, w.s + g, seg.o + g * d, d, ahead};
+    });
+  }
+};
+
+// ---- int16 arithmetic on int8 keys and values with a scale per token ---------------------------------------------
+
+template <int Q>
+CPU_KERNELS_INLINE void int_scores_block(const std::uint8_t* const* rows, const std::int16_t* q, int q_stride,
+                                         int head_dim, float* s) {
+  constexpr int kTokens = score_tokens(Q);
+  I acc[Q * kTokens];
+  const std::int8_t* k[kTokens];
+  unroll<Q * kTokens>([&](auto i) CPU_KERNELS_LAMBDA { acc[i] = izero(); });
+  unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { k[t] = reinterpret_cast<const std::int8_t*>(rows[t]); });
+  int d = 0;
+  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
+    if constexpr (Q <= 2) {
+      I x[2 * Q];
+      unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+        x[2 * g] = iload(q + g * q_stride + d);
+        x[2 * g + 1] = iload(q + g * q_stride + d + 2 * kLanes);
+      });
+      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
+        const TwoI y = load_split8(k[t] + d);
+        unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+          I& a = acc[g * kTokens + t];
+          a = madd16(y.b, x[2 * g + 1], madd16(y.a, x[2 * g], a));
+        });
+      });
+      continue;
+    }
+    I y[kTokens];
+    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { y[t] = load_split8(k[t] + d).a; });
+    unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+      const I x = iload(q + g * q_stride + d);
+      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = madd16(y[t], x, acc[g * kTokens + t]); });
+    });
+    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { y[t] = load_split8(reread(k[t] + d)).b; });
+    unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+      const I x = iload(q + g * q_stride + d + 2 * kLanes);
+      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = madd16(y[t], x, acc[g * kTokens + t]); });
+    });
+  }
+  if (d < head_dim) {
+    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
+      const TwoI x = load_split8_part(k[t] + d, head_dim - d);
+      unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+        I& a = acc[g * kTokens + t];
+        a = madd16(x.b, iload(q + g * q_stride + d + 2 * kLanes), madd16(x.a, iload(q + g * q_stride + d), a));
+      });
+    });
+  }
+  F f[Q * kTokens];
+  unroll<Q * kTokens>([&](auto i) CPU_KERNELS_LAMBDA { f[i] = to_f(acc[i]); });
+  reduce_store<Q, kTokens>(f, s);
+}
+
+template <int Q>
+CPU_KERNELS_INLINE void int_scores(const Rows& r, const std::int16_t* q, int q_stride, int head_dim, float* s,
+                                   Ahead& ahead) {
+  constexpr int kTokens = score_tokens(Q);
+  const int last = r.hi() - kTokens;
+  for (int t = r.lo(); t < r.n; t += kTokens) {
+    if (t > last) t = last;  // a block that does not fit in begins earlier and computes some scores twice
+    ahead.keep_up(kTokens * head_dim);
+    int_scores_block<Q>(r.k + t, q, q_stride, head_dim, s + t);
+  }
+}
+
+struct IntValues {
+  const Rows& r;
+  int first, n;
+  const std::int16_t (*p)[kTile];  // in each group of four tokens: 0, 2, 1, 3
+  const float* scale;              // of the weights
+  float* o;
+  int head_dim;
+  Ahead& ahead;
+  template <int Q, int kVectors>
+  CPU_KERNELS_INLINE void run(int d) const {
+    I acc[Q * kVectors];
+    unroll<Q * kVectors>([&](auto i) CPU_KERNELS_LAMBDA { acc[i] = izero(); });
+    ahead.keep_up((n - first) * kVectors * kLanes);
+    const int quads = (n + 3) / 4;
+    for (int i = first / 4; i < quads; ++i) {
+      const std::int8_t* v = reinterpret_cast<const std::int8_t*>(r.v[i]) + 4 * d;
+      if constexpr (Q <= 2) {
+        I w[2 * Q];
+        unroll<2 * Q>([&](auto g) CPU_KERNELS_LAMBDA { w[g] = ibroadcast(p[g / 2] + 4 * i + 2 * (g % 2)); });
+        unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA {
+          const TwoI x = load_split8(v + 4 * j * kLanes);
+          unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+            I& to = acc[g * kVectors + j];
+            to = madd16(x.b, w[2 * g + 1], madd16(x.a, w[2 * g], to));
+          });
+        });
+        continue;
+      }
+      I x[kVectors];
+      unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_split8(v + 4 * j * kLanes).a; });
+      unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+        const I w = ibroadcast(p[0] + g * kTile + 4 * i);
+        unroll<kVectors>([&](auto j)
+                             CPU_KERNELS_LAMBDA { acc[g * kVectors + j] = madd16(x[j], w, acc[g * kVectors + j]); });
+      });
+      v = reread(v);
+      unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_split8(v + 4 * j * kLanes).b; });
+      unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+        const I w = ibroadcast(p[0] + g * kTile + 4 * i + 2);
+        unroll<kVectors>([&](auto j)
+                             CPU_KERNELS_LAMBDA { acc[g * kVectors + j] = madd16(x[j], w, acc[g * kVectors + j]); });
+      });
+    }
+    unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+      unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA {
+        float* to = o + g * head_dim + d + j * kLanes;
+        store(to, fma(to_f(acc[g * kVectors + j]), set1(scale[g]), load(to)));
+      });
+    });
+  }
+};
+
+struct IntArithmetic {
+  static constexpr bool kTokenScales = true;
+  // The largest sum of products must fit int32: 127 * 32767 * 256 = 1.07e9 for keys, 127 * 32767 * 64 for values.
+  static constexpr float kQueryMax = 32767.f, kWeightMax = 32767.f;
+
+  static int query_stride(int head_dim) { return round_up(head_dim, 4 * kLanes); }
+
+  static void prepare(const AttendShape& s, const Segment& seg, Work& w) {
+    const int d = s.layout.head_dim, stride = query_stride(d);
+    alignas(64) float natural[512];
+    for (int i = d; i < stride; ++i) natural[i] = 0.f;
+    for (int i = 0; i < seg.queries; ++i) {
+      read_query(s, seg, i, natural);
+      float top = 0.f;
+      for (int j = 0; j < d; ++j) top = std::fabs(natural[j]) > top ? std::fabs(natural[j]) : top;
+      const float inverse = top > 0.f ? kQueryMax / top : 0.f;
+      w.query_scale[i] = top / kQueryMax;
+      std::int16_t* q = reinterpret_cast<std::int16_t*>(w.queries) + i * stride;
+      for (int c = 0; c < stride; c += 4 * kLanes)
+        for (int j = 0; j < 2 * kLanes; ++j) {
+          q[c + j] = static_cast<std::int16_t>(std::lrintf(natural[c + 2 * j] * inverse));
+          q[c + 2 * kLanes + j] = static_cast<std::int16_t>(std::lrintf(natural[c + 2 * j + 1] * inverse));
+        }
+    }
+  }
+
+  static void scores(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
+    const int d = s.layout.head_dim, stride = query_stride(d);
+    for (int g = 0; g < seg.queries;) {
+      const std::int16_t* q = reinterpret_cast<const std::int16_t*>(w.queries) + g * stride;
+      const int left = seg.queries - g;
+      if (left >= 4) {
+        int_scores<4>(r, q, stride, d, w.s[g], ahead);
+        g += 4;
+      } else if (left == 3) {
+        int_scores<3>(r, q, stride, d, w.s[g], ahead);
+        g += 3;
+      } else if (left == 2) {
+        int_scores<2>(r, q, stride, d, w.s[g], ahead);
+        g += 2;
+      } else {
+        int_scores<1>(r, q, stride, d, w.s[g], ahead);
+        g += 1;
+      }
+    }
+  }
+
+  static void values(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
+    const int d = s.layout.head_dim, lo = r.lo(), hi = r.hi();
+    // The values' scales go into the weights, which are then rounded to int16 in units of their largest.
+    for (int g = 0; g < seg.queries; ++g) {
+      float* p = w.s[g];
+      F top = zero();
+      for (int t = lo; t < hi; t += kLanes) {
+        const F x = mul(load(p + t), load(w.v_scale + t));
+        store(p + t, x);
+        top = max(top, x);
+      }
+      const float most = reduce_max(top);
+      w.weight_scale[g] = most / kWeightMax;
+      const F inverse = set1(most > 1e-30f ? kWeightMax / most : 0.f);
+      for (int t = lo; t < hi; t += 16) store_weights16(p + t, inverse, w.w16[g] + t);
+    }
+    rescale(w.alpha, seg.queries, d, seg.o);
+    for (int t = lo; t < r.n; t += 2 * kValueTokens) {
+      const int first = t > r.first ? t : r.first, n = t + 2 * kValueTokens < r.n ? t + 2 * kValueTokens : r.n;
+      values_chunk(seg, r, first, n, w, d, ahead);
+    }
+  }
+
+  static void values_chunk(const Segment& seg, const Rows& r, int first, int n, Work& w, int d, Ahead& ahead) {
+    value_queries(seg.queries, d, [&](int g) CPU_KERNELS_LAMBDA {
+      return IntValues{r, first, n, w.w16 + g, w.weight_scale + g, seg.o + g * d, d, ahead};
+    });
+  }
+};
+
+// ---- online softmax ----------------------------------------------------------------------------------------------
+
+// Scores in w.s become weights; w.m, w.l and w.alpha (by which what was summed before shrinks) are brought up to date.
+template <bool kTokenScales>
+CPU_KERNELS_INLINE void softmax_tile(const AttendShape& s, const Rows& r, int queries, Work& w) {
+  const int lo = r.lo(), hi = r.hi();
+  const bool partial = r.first != lo || r.n != hi;
+  const F cap = set1(s.soft_cap * kLog2E);
+  alignas(64) float top[kMaxQueries];
+  for (int g = 0; g < queries; ++g) {
+    float* x = w.s[g];
+    if (partial) {  // tokens that are none must not raise the maximum: they repeat one that is
+      for (int t = lo; t < r.first; ++t) x[t] = x[r.first];
+      for (int t = r.n; t < hi; ++t) x[t] = x[r.first];
+    }
+    const float scale = kTokenScales ? s.scale * w.query_scale[g] : s.scale;
+    const F factor = set1(s.soft_cap > 0.f ? scale * 2.f * kLog2E / s.soft_cap : scale * kLog2E);
+    F most = set1(kNoToken);
+    for (int t = lo; t < hi; t += kLanes) {
+      F y = mul(load(x + t), factor);
+      if constexpr (kTokenScales) y = mul(y, load(w.k_scale + t));
+      if (s.soft_cap > 0.f) {  // tanh(z) = 1 - 2 / (e^(2 z) + 1)
+        const F e = exp2(sub(zero(), max(sub(zero(), y), set1(-126.f))));
+        y = mul(cap, sub(set1(1.f), div(set1(2.f), add(e, set1(1.f)))));
+      }
+      store(x + t, y);
+      most = max(most, y);
+    }
+    top[g] = reduce_max(most);
+  }
+  for (int g = queries; g % kLanes != 0; ++g) top[g] = kNoToken;
+  for (int g = 0; g < queries; g += kLanes) {
+    const F old = load(w.m + g), now = max(old, load(top + g));
+    store(w.alpha + g, exp2(sub(old, now)));
+    store(w.m + g, now);
+  }
+  for (int g = 0; g < queries; ++g) {
+    float* x = w.s[g];
+    const F most = set1(w.m[g]);
+    F sum = zero();
+    for (int t = lo; t < hi; t += kLanes) {
+      const F p = exp2(sub(load(x + t), most));
+      store(x + t, p);
+      sum = add(sum, p);
+    }
+    if (partial) {
+      for (int t = lo; t < r.first; ++t) x[t] = 0.f;
+      for (int t = r.n; t < hi; ++t) x[t] = 0.f;
+      sum = zero();
+      for (int t = lo; t < hi; t += kLanes) sum = add(sum, load(x + t));
+    }
+    w.l[g] = w.l[g] * w.alpha[g] + reduce_add(sum);
+  }
+}
+
+// ---- one segment -------------------------------------------------------------------------------------------------
+
+template <class Arithmetic>
+void attend_with(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
+  scratch.ran = kIsaName;
+  Work& w = *reinterpret_cast<Work*>(scratch.memory);
+  const int d = s.layout.head_dim;
+  for (int g = 0; g < round_up(seg.queries, kLanes); ++g) {
+    w.m[g] = kNoToken;
+    w.l[g] = 0.f;
+  }
+  std::memset(seg.o, 0, static_cast<std::size_t>(seg.queries) * d * sizeof(float));
+  if (seg.end > seg.begin) {
+    Arithmetic::prepare(s, seg, w);
+    const int tiles_begin = seg.begin / kTile, tiles_end = (seg.end + kTile - 1) / kTile;
+    const int distance = s.tuning.prefetch_hint == 0 ? 0 : s.tuning.prefetch_tiles >= 2 ? 2 : 1;
+    const int next_begin = next != nullptr && next->end > next->begin ? next->begin / kTile : 0;
+    const int next_tiles = next != nullptr ? (next->end + kTile - 1) / kTile - next_begin : 0;
+    for (int i = 0; i < (distance > 0 ? distance : 1) && tiles_begin + i < tiles_end; ++i)
+      find_rows(s, seg, tiles_begin + i, &w.rows[i]);
+    for (int tile = tiles_begin; tile < tiles_end; ++tile) {
+      const int i = tile - tiles_begin;
+      const Rows& r = w.rows[i % 3];
+      Ahead ahead;
+      Rows* later = &w.rows[(i + distance) % 3];
+      if (distance == 0) {
+        if (tile + 1 < tiles_end) find_rows(s, seg, tile + 1, &w.rows[(i + 1) % 3]);
+      } else if (tile + distance < tiles_end) {
+        find_rows(s, seg, tile + distance, later);
+        ahead.begin(s, later);
+      } else if (tile + distance - tiles_end < next_tiles) {
+        find_rows(s, *next, next_begin + tile + distance - tiles_end, later);
+        ahead.begin(s, later);
+      }
+      if constexpr (Arithmetic::kTokenScales) {
+        for (int t = r.lo(); t < r.hi(); t += 16) {
+          std::memcpy(w.k_scale + t, r.k_scale[t / 16], 64);
+          std::memcpy(w.v_scale + t, r.v_scale[t / 16], 64);
+        }
+        for (int t = r.lo(); t < r.hi(); ++t)
+          if (t < r.first || t >= r.n) {
+            w.k_scale[t] = w.k_scale[r.first];
+            w.v_scale[t] = 0.f;
+          }
+      }
+      Arithmetic::scores(s, seg, r, w, ahead);
+      softmax_tile<Arithmetic::kTokenScales>(s, r, seg.queries, w);
+      Arithmetic::values(s, seg, r, w, ahead);
+      ahead.rest();
+    }
+  }
+  std::memcpy(seg.m, w.m, seg.queries * sizeof(float));
+  std::memcpy(seg.l, w.l, seg.queries * sizeof(float));
+}
+
+void attend_any(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
+  switch (s.layout.type) {
+    case Type::f32:
+      return s.slots ? attend_with<FloatArithmetic<float, true>>(s, seg, next, scratch)
+                     : attend_with<FloatArithmetic<float, false>>(s, seg, next, scratch);
+    case Type::f16:
+      return s.slots ? attend_with<FloatArithmetic<f16, true>>(s, seg, next, scratch)
+                     : attend_with<FloatArithmetic<f16, false>>(s, seg, next, scratch);
+    case Type::bf16:
+      return s.slots ? attend_with<FloatArithmetic<bf16, true>>(s, seg, next, scratch)
+                     : attend_with<FloatArithmetic<bf16, false>>(s, seg, next, scratch);
+    case Type::i8:
+      return attend_with<IntArithmetic>(s, seg, next, scratch);
+  }
+}
+
+// ---- results -----------------------------------------------------------------------------------------------------
+
+template <class T>
+CPU_KERNELS_INLINE void scale_out(const float* o, float factor, int head_dim, T* out) {
+  for (int d = 0; d < head_dim; ++d) from_float(o[d] * factor, out + d);
+}
+
+void finish(const float* o, const float* m, const float* l, int count, int head_dim, Type type, void* out, float* lse) {
+  for (int i = 0; i < count; ++i) {
+    const float factor = l[i] > 0.f ? 1.f / l[i] : 0.f;
+    const float* from = o + i * head_dim;
+    if (type == Type::f32)
+      scale_out(from, factor, head_dim, static_cast<float*>(out) + i * head_dim);
+    else if (type == Type::f16)
+      scale_out(from, factor, head_dim, static_cast<f16*>(out) + i * head_dim);
+    else
+      scale_out(from, factor, head_dim, static_cast<bf16*>(out) + i * head_dim);
+    if (lse != nullptr) lse[i] = l[i] > 0.f ? (m[i] + std::log2(l[i])) * kLn2 : -HUGE_VALF;
+  }
+}
+
+void merge(float* const* o, float* const* m, float* const* l, int parts, int count, int head_dim) {
+  for (int i = 0; i < count; ++i) {
+    float most = m[0][i];
+    for (int p = 1; p < parts; ++p) most = m[p][i] > most ? m[p][i] : most;
+    float sum = 0.f;
+    float* to = o[0] + i * head_dim;
+    for (int p = 0; p < parts; ++p) {
+      const float factor = l[p][i] > 0.f ? std::exp2(m[p][i] - most) : 0.f;
+      const float* from = o[p] + i * head_dim;
+      sum += factor * l[p][i];
+      if (p == 0)
+        for (int d = 0; d < head_dim; ++d) to[d] *= factor;
+      else
+        for (int d = 0; d < head_dim; ++d) to[d] += factor * from[d];
+    }
+    m[0][i] = most;
+    l[0][i] = sum;
+  }
+}

@@ -1,0 +1,23 @@
+#include "../generic/headers.hpp"
+
+namespace cpu_kernels {
+namespace scalar {
+namespace {
+
+constexpr const char* kIsaName = "scalar";
+
+// In this order: each builds on those before.
+// clang-format off
+#include "../generic/convert.hpp"
+#include "../generic/unroll.hpp"
+#include "simd.hpp"
+#include "../generic/attend.hpp"
+#include "../generic/pages.hpp"
+// clang-format on
+
+}  // namespace
+
+const KernelTable kTable = {kIsaName, attend_any, finish, merge, write_page, read_page, convert};
+
+}  // namespace scalar
+}  // namespace cpu_kernels

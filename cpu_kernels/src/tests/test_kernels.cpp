@@ -1,0 +1,210 @@
+// Plans and kernels of every instruction set of this machine against double precision, for the sanitizers and for
+// emulators: no Python needed. The Python tests cover more shapes.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../append.hpp"
+#include "../cpu_features.hpp"
+#include "../plan.hpp"
+#include "check.hpp"
+
+using namespace cpu_kernels;
+
+namespace {
+
+bool present(const char* required) {
+  Feature features[64];
+  const std::size_t count = detect_features(features, 64);
+  std::string left = required;
+  while (!left.empty()) {
+    const std::size_t comma = left.find(',');
+    const std::string name = left.substr(0, comma);
+    bool found = false;
+    for (std::size_t i = 0; i < count && i < 64; ++i) found |= name == features[i].name && features[i].present;
+    if (!found) return false;
+    left = comma == std::string::npos ? "" : left.substr(comma + 1);
+  }
+  return true;
+}
+
+struct Case {
+  Type type;
+  int head_dim, kv_heads, heads, page_tokens;
+  std::vector<int> lengths;
+  int shared, threads, window;
+  bool slots;
+};
+
+void attends(const KernelTable& kernels, const Case& c) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  const int rows = static_cast<int>(c.lengths.size()), dim = c.head_dim, q_heads = c.kv_heads * c.heads;
+  const int per_id = c.slots ? 1 : c.page_tokens;
+  KvPool pool;
+  pool.layout = {c.type, per_id, dim};
+  pool.layers = 1;
+  pool.kv_heads = c.kv_heads;
+  pool.slots = c.slots;
+
+  // Shared tokens stand in the same pages of every row; the ids run backwards, with one page that nobody uses.
+  const int shared_ids = c.shared / per_id;
+  std::vector<std::int32_t> table, lengths;
+  std::vector<std::int64_t> begin = {0};
+  int used = shared_ids;
+  for (int length : c.lengths) {
+    lengths.push_back(length);
+    for (int i = 0; i < (length + per_id - 1) / per_id; ++i) table.push_back(i < shared_ids ? i : used++);
+    begin.push_back(static_cast<std::int64_t>(table.size()));
+  }
+  pool.pages = used + 1;
+  for (std::int32_t& id : table) id = used - id;
+  // Exactly as large as it must be, and all NaN: the sanitizer sees reads past it, the comparison those of no token.
+  std::vector<std::uint8_t> memory;
+  std::uint8_t *k_layer = nullptr, *v_layer = nullptr;
+  if (c.slots) {
+    pool.k_slot_bytes = pool.v_slot_bytes = static_cast<std::int64_t>(c.kv_heads * pool.layout.row_bytes());
+    memory.assign(2 * static_cast<std::size_t>(pool.pages * pool.k_slot_bytes), 0xff);
+    k_layer = memory.data();
+    v_layer = k_layer + pool.pages * pool.k_slot_bytes;
+    pool.k = &k_layer;
+    pool.v = &v_layer;
+  } else {
+    memory.assign(static_cast<std::size_t>(pool.pages) * c.kv_heads * pool.layout.page_bytes(), 0xff);
+    pool.base = memory.data();
+  }
+
+  // Values that every type but int8 holds exactly.
+  auto draw = [&] { return std::round(normal(random) * 16.f) / 16.f; };
+  std::vector<std::vector<float>> keys(rows), values(rows);
+  for (int row = 0; row < rows; ++row) {
+    const std::size_t size = static_cast<std::size_t>(c.lengths[row]) * c.kv_heads * dim;
+    keys[row].resize(size);
+    values[row].resize(size);
+    const std::size_t common = static_cast<std::size_t>(c.shared) * c.kv_heads * dim;
+    for (std::size_t i = 0; i < size; ++i) {
+      const bool copy = row > 0 && i < common;
+      keys[row][i] = copy ? keys[0][i] : draw();
+      values[row][i] = copy ? values[0][i] : draw();
+    }
+    std::vector<std::int64_t> places;
+    for (int t = 0; t < c.lengths[row]; ++t)
+      places.push_back(static_cast<std::int64_t>(table[begin[row] + t / per_id]) * per_id + t % per_id);
+    const std::int64_t head = dim * 4, token = head * c.kv_heads;
+    const TokenRows k = {reinterpret_cast<std::uint8_t*>(keys[row].data()), token, head};
+    const TokenRows v = {reinterpret_cast<std::uint8_t*>(values[row].data()), token, head};
+    write_tokens(kernels, pool, 0, places.data(), c.lengths[row], Type::f32, k, v);
+    if (c.type == Type::i8) read_tokens(kernels, pool, 0, places.data(), c.lengths[row], Type::f32, k, v);
+  }
+
+  std::vector<float> q(static_cast<std::size_t>(rows) * q_heads * dim), out(q.size(), NAN), lse(rows * q_heads, NAN);
+  for (float& x : q) x = draw();
+  std::vector<std::int32_t> members;
+  PrefixGroup group{0, c.shared, 0, rows};
+  for (int row = 0; row < rows; ++row) members.push_back(row);
+  PlanInput input;
+  input.pool = &pool;
+  input.rows = rows;
+  input.lengths = lengths.data();
+  input.table = table.data();
+  input.table_begin = begin.data();
+  input.q_heads = q_heads;
+  input.scale = 1.f / std::sqrt(static_cast<float>(dim));
+  input.window = c.window;
+  input.threads = c.threads;
+  input.groups = &group;
+  input.group_count = c.shared > 0 ? 1 : 0;
+  input.group_rows = members.data();
+  input.kernels = &kernels;
+  input.tuning.min_split_tokens = 64;
+  input.tuning.dot_min_queries = input.tuning.tile_min_queries = 1;
+  Plan plan(input);
+  LayerIo io;
+  io.q = reinterpret_cast<const std::uint8_t*>(q.data());
+  io.out = reinterpret_cast<std::uint8_t*>(out.data());
+  io.q_row_bytes = io.out_row_bytes = static_cast<std::int64_t>(q_heads) * dim * 4;
+  io.lse = lse.data();
+  io.lse_row = q_heads;
+  plan.run(io, c.threads);
+  plan.run(io, c.threads);  // counters must have come back to where they were
+
+  double worst = 0, largest = 0;
+  for (int row = 0; row < rows; ++row)
+    for (int h = 0; h < q_heads; ++h) {
+      const int first = c.window > 0 ? std::max(0, c.lengths[row] - c.window) : 0;
+      std::vector<double> scores, sum(dim);
+      double most = -INFINITY, total = 0;
+      const float* query = &q[(static_cast<std::size_t>(row) * q_heads + h) * dim];
+      auto at = [&](int t) { return (static_cast<std::size_t>(t) * c.kv_heads + h / c.heads) * dim; };
+      for (int t = first; t < c.lengths[row]; ++t) {
+        double s = 0;
+        for (int d = 0; d < dim; ++d) s += static_cast<double>(query[d]) * keys[row][at(t) + d];
+        scores.push_back(s * input.scale);
+        most = std::max(most, scores.back());
+      }
+      for (int t = first; t < c.lengths[row]; ++t) {
+        const double p = std::exp(scores[t - first] - most);
+        total += p;
+        for (int d = 0; d < dim; ++d) sum[d] += p * values[row][at(t) + d];
+      }
+      for (int d = 0; d < dim; ++d) {
+        const double want = total > 0 ? sum[d] / total : 0;
+        const double error = std::fabs(out[(static_cast<std::size_t>(row) * q_heads + h) * dim + d] - want);
+        worst = error <= worst ? worst : error;  // and NaN is an error
+        largest = std::max(largest, std::fabs(want));
+      }
+      const float got = lse[row * q_heads + h];
+      if (total > 0)
+        CHECK(std::fabs(got - (most + std::log(total))) < 1e-2);
+      else
+        CHECK(std::isinf(got) && got < 0);
+    }
+  const bool bf16 = c.type == Type::bf16 && (std::strstr(kernels.isa, "bf16") || std::strstr(kernels.isa, "amx"));
+  const double bound = c.type == Type::i8 ? 2e-4 : bf16 ? 8e-3 : 5e-6;
+  if (!(worst <= bound * std::max(largest, 1e-30)))
+    std::printf("%s type %d dim %d heads %d page %d shared %d window %d slots %d: error %g of %g\n", kernels.isa,
+                static_cast<int>(c.type), dim, c.heads, c.page_tokens, c.shared, c.window, c.slots, worst, largest);
+  CHECK(worst <= bound * std::max(largest, 1e-30));
+}
+
+void all_cases(const KernelTable& kernels) {
+  const std::vector<int> lengths = {0, 1, 15, 64, 65, 130};
+  for (Type type : {Type::f32, Type::f16, Type::bf16, Type::i8})
+    for (int dim : {16, 64, 80, 96, 128, 256})
+      for (int heads : {1, 2, 3, 5, 8, 16}) {
+        attends(kernels, {type, dim, 2, heads, 64, lengths, 0, 1, 0, false});
+        if (type != Type::i8) attends(kernels, {type, dim, 2, heads, 64, lengths, 0, 1, 40, true});
+      }
+  for (Type type : {Type::f32, Type::bf16, Type::i8})
+    for (int page : {16, 32, 64, 128})
+      for (int heads : {1, 4, 9}) {
+        attends(kernels, {type, 64, 2, heads, page, {200, 300, 130, 128, 140}, 128, 3, 0, false});
+        attends(kernels, {type, 64, 1, heads, page, {200, 300, 130, 17}, 0, 2, 33, false});
+      }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::size_t count = 0;
+  const Isa* table = isa_table(&count);
+  int ran = 0;
+  auto run = [&](const char* name) {
+    const KernelTable* kernels = kernel_table(name);
+    if (kernels == nullptr || (argc > 1 && std::strcmp(argv[1], name) != 0)) return;
+    all_cases(*kernels);
+    std::printf("%s: ok\n", name);
+    ++ran;
+  };
+  for (std::size_t i = 0; i < count; ++i)
+    if (present(table[i].required))
+      run(table[i].name);
+    else
+      std::printf("%s: skipped, the machine lacks it\n", table[i].name);
+  if (present("avx2,fma,f16c")) run("amx_shim");
+  CHECK(ran > 0);
+  return 0;
+}
