@@ -3,6 +3,7 @@
 from glob import glob
 from os.path import exists
 
+from pybind11.setup_helpers import ParallelCompile
 from setuptools import Extension, setup
 
 SRC = "cpu_kernels/src"
@@ -26,6 +27,7 @@ def extension(name: str, sources: list[str]) -> Extension:
     )
 
 
+ParallelCompile("NPY_NUM_BUILD_JOBS").install()  # the kernels of each instruction set take a while: use all cores
 setup(
     ext_modules=[
         extension(name, sources)
