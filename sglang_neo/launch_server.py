@@ -45,10 +45,6 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-class _Interrupted(SystemExit):
-    """Raised by a signal before there is anything to end but this process."""
-
-
 def _on_stop_signals(leave: Callable[[int], Any]) -> None:
     """Call ``leave`` with the exit code on SIGINT and SIGTERM, until the HTTP server handles them itself."""
 
@@ -60,8 +56,12 @@ def _on_stop_signals(leave: Callable[[int], Any]) -> None:
         signal.signal(signum, interrupt)
 
 
-def _raise_interrupted(code: int) -> NoReturn:
-    raise _Interrupted(code)
+def _leave_at_once(code: int) -> NoReturn:
+    """For the time before there is anything to end but this process. An exception would be lost where a signal meets
+    an import inside a callback or a bare ``except``, and the server would start."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _leave_at_once_until(ready: threading.Event, process_exit: processes.ProcessExit) -> None:
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 after a clean stop, 1 if the server failed, 2 for bad input, 128+n for a signal."""
     argv = sys.argv[1:] if argv is None else argv
     debug = "debug" in argv or "--log-level=debug" in argv
-    _on_stop_signals(_raise_interrupted)
+    _on_stop_signals(_leave_at_once)
     import yaml
 
     from sglang_neo import seams
