@@ -162,6 +162,8 @@ class InProcessScheduler:
         context.term()
         if self.scheduler.load_snapshot_writer is not None:
             self.scheduler.load_snapshot_writer.close()
+        if self.kind == "neo":
+            self.scheduler.tp_worker.model_runner.neo_close()
         self.scheduler = None
         self._state.close()
         gc.collect()
