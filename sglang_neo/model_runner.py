@@ -83,7 +83,7 @@ class NeoModelRunner(ModelRunner):
             return
         manager = self.token_to_kv_pool_allocator.token_manager
         host = self.neo_host
-        manager.attach_host(host.pages, host.pool.page_tokens, host.transfer, host.attention)
+        manager.attach_host(host.pages, host.pool.geometry.page_tokens, host.transfer, host.attention)
         self.req_to_token_pool.token_manager = manager
 
     def init_attention_backends(self) -> None:

@@ -11,6 +11,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from cpu_kernels import choose_isa
 from sglang_neo import __version__, batching, seams
 from sglang_neo.batching import NeoScheduleBatch
+from sglang_neo.metrics import NeoMetrics
 from sglang_neo.model_runner import NeoTpModelWorker
 from sglang_neo.placement import Placement
 from sglang_neo.token_manager import NeoTokenManager
@@ -23,6 +24,13 @@ class NeoScheduler(Scheduler):
         batching.install()
         super().__init__(*args, **kwargs)
         self.placement = Placement(self)
+        attention, collector = self.placement.attention, self.metrics_collector
+        self.neo_metrics = NeoMetrics(
+            self.token_manager,
+            attention.cpu_times if attention is not None else None,
+            collector.labels if collector is not None else None,
+            self.server_args.decode_log_interval if self.ps.tp_rank == 0 else 0,
+        )
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = NeoTpModelWorker(
@@ -79,6 +87,8 @@ class NeoScheduler(Scheduler):
             if result.copy_done is not None:
                 result.copy_done.synchronize()
             self.placement.attention.check(epoch)
+        if batch.forward_mode.is_decode():
+            self.neo_metrics.count_decode(batch)
         super().process_batch_result(batch, result)
 
     # -- what it says about itself ----------------------------------------------------------------------------
@@ -101,6 +111,9 @@ class NeoScheduler(Scheduler):
             "host_kv_used_tokens": manager.host_tokens(),
             "host_running_reqs": len(manager.host_rows()),
             "migrations": dataclasses.asdict(manager.migrations),
+            "host_tokens_total": self.neo_metrics.counters.host_tokens,
+            "steps_total": dict(self.neo_metrics.counters.steps),
+            "cpu_seconds": dataclasses.asdict(self.neo_metrics.cpu_times()),
         }
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:

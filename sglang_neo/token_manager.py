@@ -70,6 +70,9 @@ class Steps(Protocol):
     def completed_epoch(self) -> int:
         """All up to this one are over."""
 
+    def wait_launched(self) -> None:
+        """Blocks until all that were given are over."""
+
 
 def host_row(req: Any) -> HostRow | None:
     """The request's KV in host memory; None for a device row."""
@@ -177,8 +180,8 @@ class NeoTokenManager:
         slots = self._allocator.alloc(needed)
         if slots is None:
             return False
-        if row.arrival is not None:
-            row.arrival.wait()
+        assert self._steps is not None
+        self._steps.wait_launched()  # one in flight may be appending to the row
         slots = slots[: row.tokens].to(torch.int64)
         departure = self._transfer.to_device(row.pages[: -(-row.tokens // self._page_tokens)], slots)
         req_to_token_pool.write((req.req_pool_idx, slice(0, row.tokens)), slots.to(torch.int32))

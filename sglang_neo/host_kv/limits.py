@@ -32,3 +32,7 @@ def host_memory_limit() -> int:
     total: int = psutil.virtual_memory().total
     limit = cgroup_limit()
     return total if limit is None else min(total, limit)
+
+def host_pool_bytes(*, size_gb, ratio, device_pool_bytes, ranks):
+    if size_gb: return int(size_gb*1e9/ranks)
+    return int((ratio or 8)*device_pool_bytes)

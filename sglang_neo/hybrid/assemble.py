@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from sglang_neo.hybrid.geometry import AttentionGeometry, NoCpuAttention, attent
 from sglang_neo.hybrid.host_attention import HostAttention
 from sglang_neo.host_kv import limits
 from sglang_neo.host_kv.pages import HostPages
-from sglang_neo.host_kv.pool import HostKVPool, PoolGeometry
+from sglang_neo.host_kv.device_pool import DeviceKV, device_kv
+from sglang_neo.host_kv.memory import HostMemory, HostMemoryError, largest_host_memory
+from sglang_neo.host_kv.pool import HostKVPool, UnsupportedKV
 from sglang_neo.host_kv.transfer import KVTransfer
 from sglang_neo.refusals import gpu_only_reasons
 
@@ -30,6 +33,7 @@ class GpuOnly(Exception):
 class HostSide:
     """What a model runner has beside SGLang's device pool."""
 
+    memory: HostMemory
     pool: HostKVPool
     pages: HostPages
     transfer: KVTransfer
@@ -39,7 +43,7 @@ class HostSide:
     def close(self) -> None:
         """Ends the workers, then gives the memory back; harmless to repeat."""
         self.attention.close()
-        self.pool.close()
+        self.memory.close()
 
 
 def host_side(runner: Any) -> HostSide:
@@ -58,43 +62,58 @@ def host_side(runner: Any) -> HostSide:
     layers = attention_layers(runner.model)
     try:
         geometry = attention_geometry(layers, runner.dtype)
-    except NoCpuAttention as missing:
+        device = device_kv(runner.token_to_kv_pool)
+        memory, pool = _pool(runner, device)
+    except (NoCpuAttention, UnsupportedKV) as missing:
         raise GpuOnly(str(missing)) from None
-    device_pool = runner.token_to_kv_pool
-    pool = _pool(runner, geometry, device_pool)
     workers = _workers(runner)
-    transfer = KVTransfer(pool, device_pool.k_buffer, device_pool.v_buffer, runner.device)
-    attention = HostAttention(geometry, pool, workers, runner.device, runner.dtype)
+    attention = HostAttention(geometry, pool, workers, str(runner.device), runner.dtype)
     logger.info(
-        f"Host KV Cache is allocated. dtype: {pool.geometry.dtype}, #tokens: {pool.pages * pool.page_tokens}, "
-        f"size: {pool.bytes / (1 << 30):.2f} GB; CPU attention: {workers.threads} threads"
+        f"Host KV Cache is allocated. dtype: {pool.geometry.dtype}, #tokens: {pool.pages * pool.geometry.page_tokens}, "
+        f"KV size: {pool.bytes / (1 << 30):.2f} GB, CPU attention threads: {workers.threads}"
     )
-    return HostSide(pool, HostPages(pool.pages), transfer, attention, layers[0].layer_id)
+    return HostSide(
+        memory, pool, HostPages(pool.pages), KVTransfer(pool, device.k, device.v), attention, layers[0].layer_id
+    )
 
 
-def _pool(runner: Any, geometry: AttentionGeometry, device_pool: Any) -> HostKVPool:
+def _pool(runner: Any, device: DeviceKV) -> tuple[HostMemory, HostKVPool]:
     args = runner.server_args
-    dtype = geometry.dtype if args.neo_host_kv_dtype == "auto" else args.neo_host_kv_dtype
-    shape = PoolGeometry(geometry.layers, geometry.kv_heads, geometry.head_dim, dtype)
-    k_bytes, v_bytes = device_pool.get_kv_size_bytes()
-    budget = limits.host_pool_bytes(
+    geometry = device.geometry(args.neo_host_kv_dtype)
+    size = limits.host_pool_bytes(
         size_gb=args.neo_host_kv_size,
         ratio=args.neo_host_kv_ratio,
-        device_pool_bytes=int(k_bytes + v_bytes),
+        available=_least_of_all_ranks(runner, limits.available_host_memory()),
+        gpu_pool_bytes=device.bytes,
         ranks=args.tp_size * args.dp_size,
+        page_bytes=geometry.bytes_per_page,
     )
-    pages = _same_in_all_ranks(runner, shape.pages_for(budget))
-    if pages < 1:
-        raise GpuOnly(f"{budget / 1e9:.2f} GB of host memory hold no page of KV")
-    pin = str(runner.device).startswith("cuda")
-    return HostKVPool.create(shape, pages, pin=pin, threads=len(os.sched_getaffinity(0)))
+    logger.info(f"Host KV Cache: {size.bytes / 1e9:.2f} GB, {size.why}")
+    pin = device.device.type == "cuda"
+    threads = len(os.sched_getaffinity(0))
+    memory, lacking = None, "another rank has no host memory"
+    try:
+        memory = largest_host_memory(
+            geometry.pages_for_bytes(size.bytes) * geometry.bytes_per_page,
+            geometry.bytes_per_page,
+            functools.partial(HostMemory, pin=pin, threads=threads),
+        )
+    except HostMemoryError as error:
+        lacking = str(error)
+    pages = geometry.pages_for_bytes(len(memory.tensor)) if memory is not None else 0
+    pages = _least_of_all_ranks(runner, pages)
+    if memory is None or pages < 1:
+        if memory is not None:
+            memory.close()
+        raise GpuOnly(lacking)
+    return memory, HostKVPool(geometry, pages, memory)
 
 
-def _same_in_all_ranks(runner: Any, pages: int) -> int:
-    """The smallest of all tensor-parallel ranks: page numbers must mean the same in each."""
+def _least_of_all_ranks(runner: Any, number: int) -> int:
+    """Over the tensor-parallel ranks: they schedule alike, so page numbers must mean the same in each."""
     if runner.ps.tp_size == 1:
-        return pages
-    smallest = torch.tensor(pages, dtype=torch.int64)
+        return number
+    smallest = torch.tensor(number, dtype=torch.int64)
     torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN, group=runner.tp_group.cpu_group)
     return int(smallest.item())
 

@@ -14,46 +14,29 @@ import torch
 from sglang_neo.hybrid.host_attention import HostAttention
 
 
-class HybridAttention:
-    """Mixed into the class of an attention backend by ``make_hybrid``."""
-
-    neo_host_attention: HostAttention
-    neo_first_layer: int
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        step = self.neo_host_attention.current
-        index = layer.layer_id - self.neo_first_layer
-        if step is not None:
-            step.send(index, q, k, v)
-        out: torch.Tensor = super().forward_decode(  # type: ignore[misc]
-            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-        )
-        if step is not None:
-            step.receive(index, out)
-        return out
-
-
 def make_hybrid(backend: Any, host_attention: HostAttention, first_layer: int) -> None:
     """Makes an attention backend hybrid, in place.
 
     Its class becomes a subclass of the one it had, so class attributes, isinstance checks and everything that the
     backend defines besides ``forward_decode`` stay what they are; a wrapper object would have to forward each of them.
     """
-    if isinstance(backend, HybridAttention):
-        raise ValueError("the backend is hybrid already")
     own = type(backend)
-    backend.__class__ = type(f"Hybrid{own.__name__}", (HybridAttention, own), {"__module__": __name__})
-    backend.neo_host_attention = host_attention
-    backend.neo_first_layer = first_layer
+    if hasattr(own, "neo_host_attention"):
+        raise ValueError("the backend is hybrid already")
+
+    def forward_decode(
+        self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, *args: Any, **kw: Any
+    ) -> torch.Tensor:
+        step, index = host_attention.current, layer.layer_id - first_layer
+        if step is not None:
+            step.send(index, q, k, v)
+        out: torch.Tensor = own.forward_decode(self, q, k, v, layer, forward_batch, *args, **kw)
+        if step is not None:
+            step.receive(index, out)
+        return out
+
+    members = {"__module__": __name__, "forward_decode": forward_decode, "neo_host_attention": host_attention}
+    backend.__class__ = type(f"Hybrid{own.__name__}", (own,), members)
 
 
 def hide_host_rows(forward_batch: Any, index: torch.Tensor, index_cpu: torch.Tensor) -> None:

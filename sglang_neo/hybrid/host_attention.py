@@ -71,6 +71,7 @@ class HostAttention:
     ):
         self.geometry, self.pool, self.workers = geometry, pool, workers
         self.device, self.dtype = device, dtype
+        self._timeout_s = timeout_s
         self._pin = device.startswith("cuda")
         self._stream = flag_stream(device, 2 * timeout_s)
         self._service = HandoffService(workers, timeout_s)
@@ -91,6 +92,9 @@ class HostAttention:
     @property
     def completed_epoch(self) -> int:
         return self._service.completed_epoch()
+
+    def wait_launched(self) -> None:
+        self._service.wait_epoch(self._epoch, 2 * self._timeout_s)
 
     def status(self) -> HandoffStatus:
         return self._service.status()
@@ -133,12 +137,12 @@ class HostAttention:
         finally:
             self.current = None
 
-    def check(self, epoch: int, timeout_s: float = 60.0) -> None:
+    def check(self, epoch: int) -> None:
         """Waits until the workers are through with a step; call it before publishing anything of it.
 
         Raises PoisonedStep.
         """
-        self._service.wait_epoch(epoch, timeout_s)
+        self._service.wait_epoch(epoch, 2 * self._timeout_s)
         outcome = self._service.outcome(epoch)
         if outcome not in ("complete", "unknown"):
             fault = self._service.status().fault
