@@ -1,6 +1,6 @@
 """Pages of the host pool, made of and turned into token-major keys and values, by plain torch on any device.
 
-The layout is the CPU kernels' (docs/kernels.md). One page holds ``T = page_tokens`` tokens of one KV head of one layer::
+The layout is the CPU kernels' (docs/kernels.md). A page holds ``T = page_tokens`` tokens of one KV head of one layer::
 
     K  [T][D]          then, int8 only, float32 scales [T]
     V  [T/g][D][g]     then, int8 only, float32 scales [T]      g = 4 / bytes of an element
@@ -58,12 +58,6 @@ class PageParts:
     v: torch.Tensor  # [..., pages, T / g, g, kv_heads, head_dim]
     k_scale: torch.Tensor | None  # [..., pages, T, kv_heads] float32; int8 only
     v_scale: torch.Tensor | None
-
-    @property
-    def v_tokens_shape(self) -> tuple[int, ...]:
-        """The shape of ``v`` with a page's tokens in one dimension, as ``k`` has them."""
-        *before, groups, group, heads, dim = self.v.shape
-        return (*before, groups * group, heads, dim)
 
     def zero_after(self, tokens: int) -> None:
         """Zeroes the values of the last page's tokens from index ``tokens`` on; for pages without scales."""

@@ -91,16 +91,17 @@ def _pool(runner: Any, device: DeviceKV) -> tuple[HostMemory, HostKVPool]:
     logger.info(f"Host KV Cache: {size.bytes / 1e9:.2f} GB, {size.why}")
     pin = device.device.type == "cuda"
     threads = len(os.sched_getaffinity(0))
+    asked = geometry.pages_for_bytes(size.bytes)
     memory, lacking = None, "another rank has no host memory"
     try:
         memory = largest_host_memory(
-            geometry.pages_for_bytes(size.bytes) * geometry.bytes_per_page,
+            asked * geometry.bytes_per_page,
             geometry.bytes_per_page,
             functools.partial(HostMemory, pin=pin, threads=threads),
         )
     except HostMemoryError as error:
         lacking = str(error)
-    pages = geometry.pages_for_bytes(len(memory.tensor)) if memory is not None else 0
+    pages = min(asked, geometry.pages_for_bytes(len(memory.tensor))) if memory is not None else 0
     pages = _least_of_all_ranks(runner, pages)
     if memory is None or pages < 1:
         if memory is not None:
