@@ -69,8 +69,11 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=128000)
     parser.add_argument("--logs", type=Path, default=Path("logs-logprobs"))
     parser.add_argument("--noise-backend", default="flashinfer")
-    parser.add_argument("flags", nargs="*", help="more server flags, after --")
-    args = parser.parse_args()
+    parser.add_argument("--keep", type=Path, help="folder for the answers of each server, used again if they are there")
+    parser.epilog = "What follows -- goes to every server."
+    argv = sys.argv[1:]
+    split = argv.index("--") if "--" in argv else len(argv)
+    args, flags = parser.parse_args(argv[:split]), argv[split + 1 :]
     if not (args.model / "config.json").is_file():
         print(f"error: {args.model} is no model", file=sys.stderr)
         return 2
@@ -80,7 +83,7 @@ def main() -> int:
     common = (
         *("--skip-tokenizer-init", "--grammar-backend", "none", "--sampling-backend", "pytorch"),
         *("--disable-prefill-cuda-graph", "--cuda-graph-max-bs", str(args.rows), "--disable-radix-cache"),
-        *("--max-running-requests", str(args.rows), "--context-length", "4096", *args.flags),
+        *("--max-running-requests", str(args.rows), "--context-length", "4096", *flags),
     )
     runs = {
         "triton": (PLAIN, ("--attention-backend", "triton", "--max-total-tokens", str(tokens))),
@@ -90,14 +93,21 @@ def main() -> int:
     args.logs.mkdir(parents=True, exist_ok=True)
     got: dict[str, list[Answer]] = {}
     neo: dict[str, Any] = {}
-    for name, (entry, flags) in runs.items():
+    for name, (entry, own_flags) in runs.items():
         (args.logs / name).mkdir(exist_ok=True)
-        print(f"{name}: {' '.join(flags)}", flush=True)
-        with ServerPool(args.logs / name).starting(ServerSpec(args.model, (*common, *flags), entry)) as server:
+        print(f"{name}: {' '.join(own_flags)}", flush=True)
+        kept = args.keep / f"{name}.json" if args.keep else None
+        if kept and kept.is_file() and name != "host":
+            got[name] = [(tokens, logprobs) for tokens, logprobs in json.loads(kept.read_text())]
+            continue
+        with ServerPool(args.logs / name).starting(ServerSpec(args.model, (*common, *own_flags), entry)) as server:
             server.wait_ready()
             got[name] = answers(server, prompts, args.output_len)
             if name == "host":
                 neo = server.info()["neo"]
+        if kept:
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(json.dumps(got[name]))
     result = {
         **provenance(),
         "rows": args.rows,

@@ -57,7 +57,7 @@ class Device(Protocol):
         rows: int,
     ) -> None:
         """Copies ``rows`` pieces of ``width`` bytes, each ``pitch`` bytes after the last, between uint8 [bytes]
-        tensors, one on the host and one on the device. To be called in ``Queue.run``; on CUDA the host does not wait for it."""
+        tensors, one on the host and one on the device. To be called in ``Queue.run``."""
 
 
 class _Over:

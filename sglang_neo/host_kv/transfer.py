@@ -284,7 +284,7 @@ class KVTransfer:
             if consumer is not self._in:
                 consumer.wait(self._in.record())
             consumer.run(self._scatter(chunk, stage, slots[chunk.first_page * tokens : chunk.end_page * tokens]))
-            stage.free = self._in.record()
+            stage.free = consumer.record()
         return self._started(pages, layers, consumer.record(), slots, to_host=False)
 
     def synchronize(self) -> None:
