@@ -1,6 +1,6 @@
 """Pages of the host pool, made of and turned into token-major keys and values, by plain torch on any device.
 
-The layout is the CPU kernels' (docs/kernels.md). One page holds ``T = page_tokens`` tokens of one KV head of one layer::
+The layout is the CPU kernels' (docs/kernels.md). A page holds ``T = page_tokens`` tokens of one KV head of one layer::
 
     K  [T][D]          then, int8 only, float32 scales [T]
     V  [T/g][D][g]     then, int8 only, float32 scales [T]      g = 4 / bytes of an element

@@ -134,14 +134,15 @@ class HostPages:
             AssertionError: naming the page that is owned twice, owned but free or waiting, owned by another than
                 allocated it, lost (in use, and nobody has it), listed twice, or outside the pool.
         """
-        place = {}
-        for kind, pages in (("free", self._free), *((f"waiting for epoch {e}", p) for e, p in self._waiting.items())):
+        place: dict[int, str] = {}
+        listed = [("free", self._free), *((f"waiting for epoch {e}", p) for e, p in self._waiting.items())]
+        for kind, pages in listed:
             for page in pages:
                 assert 0 <= page < self.count, f"host page {page} is {kind}, but the pool has {self.count} pages"
                 assert page not in place, f"host page {page} is listed twice: {place[page]}, and {kind}"
                 place[page] = kind
-        for owner, pages in owned.items():
-            for page in pages:
+        for owner, owners_pages in owned.items():
+            for page in owners_pages:
                 assert 0 <= page < self.count, f"{owner} owns host page {page}, but the pool has {self.count} pages"
                 assert page not in place, f"host page {page} is owned by {owner}, but is {place[page]}"
                 if self._owners is not None:
