@@ -59,12 +59,6 @@ class PageParts:
     k_scale: torch.Tensor | None  # [..., pages, T, kv_heads] float32; int8 only
     v_scale: torch.Tensor | None
 
-    @property
-    def v_tokens_shape(self) -> tuple[int, ...]:
-        """The shape of ``v`` with a page's tokens in one dimension, as ``k`` has them."""
-        *before, groups, group, heads, dim = self.v.shape
-        return (*before, groups * group, heads, dim)
-
     def zero_after(self, tokens: int) -> None:
         """Zeroes the values of the last page's tokens from index ``tokens`` on; for pages without scales."""
         group = self.v.shape[-3]
