@@ -22,7 +22,7 @@ class CudaRuntime:
     """
 
     def __init__(self, path: str) -> None:
-        library = ctypes.CDLL(path)
+        self.library = library = ctypes.CDLL(path)
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
         def function(name: str, *arguments: type) -> ctypes._NamedFuncPointer:
