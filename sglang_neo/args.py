@@ -93,6 +93,14 @@ class NeoServerArgs(ServerArgs):
         ),
     ] = None
 
+    neo_check_integrity: A[
+        bool,
+        Arg(
+            help="For debugging: after every step, check that no KV page of either pool is lost or has two owners; a "
+            "violation stops the server. Slow."
+        ),
+    ] = False
+
     def __post_init__(self) -> None:
         check_neo_flags(self, usable_cores=len(os.sched_getaffinity(0)), memory=host_memory_limit())
         refuse_flags(self)

@@ -234,11 +234,11 @@ def test_a_lost_token_is_seen(tiny: Tiny, alone: Any, monkeypatch: pytest.Monkey
         moved = move(self, req, *args)
         if moved:
             row = req.neo_host_row
-            k = self._transfer  # the pool's bytes of the last token: zeroed
+            pool = self._transfer.pool
             page, at = row.pages[(row.tokens - 1) // 64], (row.tokens - 1) % 64
-            for layer in range(k.host_pool.geometry.layers):
-                zero = torch.zeros(1, 2, 16)
-                k.host_pool.kernel_pool.write(layer, [page * 64 + at], zero, zero)
+            zero = torch.zeros(1, pool.geometry.kv_heads, pool.geometry.head_dim)
+            for layer in range(pool.geometry.layers):
+                pool.kernel_pool.write(layer, [page * 64 + at], zero, zero)
         return moved
 
     monkeypatch.setattr(NeoTokenManager, "move_to_host", forgetful)

@@ -14,6 +14,7 @@ from cpu_kernels.cores import NotEnoughCores
 from cpu_kernels.workers import WorkerPool
 from sglang_neo.hybrid.geometry import AttentionGeometry, NoCpuAttention, attention_geometry, attention_layers
 from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.errors import UsageError
 from sglang_neo.host_kv import limits
 from sglang_neo.host_kv.pages import HostPages
 from sglang_neo.host_kv.device_pool import DeviceKV, device_kv
@@ -62,6 +63,11 @@ def host_side(runner: Any) -> HostSide:
     layers = attention_layers(runner.model)
     try:
         geometry = attention_geometry(layers, runner.dtype)
+        if args.neo_host_kv_dtype not in ("auto", "int8", geometry.dtype):
+            raise UsageError(
+                f"--neo-host-kv-dtype {args.neo_host_kv_dtype} does not go with a model in {geometry.dtype}: "
+                f"give auto, {geometry.dtype} or int8"
+            )
         device = device_kv(runner.token_to_kv_pool)
         memory, pool = _pool(runner, device)
     except (NoCpuAttention, UnsupportedKV) as missing:
