@@ -37,13 +37,14 @@ class Forced:
     """In place of a model runner's ``sample``: the text's own next token, whose log-probability is kept."""
 
     def __init__(self, runner: Any, texts: dict[int, list[int]]):
-        self.runner, self.texts = runner, texts  # by request slot
+        self.sample, self.texts = runner.sample, texts  # by request slot
         self.logprobs: dict[int, list[float]] = {slot: [] for slot in texts}
 
     def __call__(self, logits_output: Any, forward_batch: Any) -> Any:
         import torch
 
         logprobs = torch.log_softmax(logits_output.next_token_logits.float(), dim=-1)
+        self.sample(logits_output, forward_batch)  # fills in what the scheduler wants beside the token
         decode = forward_batch.forward_mode.is_decode()
         ends = (forward_batch.positions + 1 if decode else forward_batch.seq_lens).tolist()
         tokens = []
