@@ -3,7 +3,7 @@
 To the host, per group of layers::
 
     current stream   gather the tokens and pack them into pages, in a staging buffer on the device
-    copy stream                                                  copy the pages
+    copy stream      copy the pages
 
 and the other way round to the device. There are several staging buffers, so gathering and copying overlap, and a buffer
 is filled again only after what was in it has been copied. Groups are as large as a buffer: of a request of 1,000 tokens
@@ -153,7 +153,7 @@ class KVTransfer:
         k, v: per layer [slots, kv_heads, head_dim] on the device, SGLang's buffers (device_pool.device_kv).
         device: default: that of k.
         staging_bytes: device memory to use, in ``buffers`` buffers of equal size; more of it lets the current stream
-            run further ahead of the bus. Conversion (int8) takes as much again while it runs.
+            run further ahead of the bus. Packing and unpacking take a buffer's size again (int8: twice) while they run.
         max_pitch: host pages of a layer further apart than this are copied layer by layer.
 
     Raises:
@@ -371,10 +371,14 @@ class KVTransfer:
             staged = self._staged(chunk, stage)
             parts = layout.page_parts(staged, geometry.dtype, page_tokens, geometry.head_dim)
             keys, k_slots = self._keys64(staged), slots.view(-1, page_tokens)
-            v_slots = slots.view(parts.v.shape[1:4])
+            # Values are interleaved two bytes at a time: gathered in whole rows first, in one go for all layers after.
+            values = torch.empty(
+                len(layers), len(slots), *self._v64[0].shape[1:], dtype=torch.int64, device=slots.device
+            )
             for row, layer in enumerate(layers):
                 torch.ops.aten.index.Tensor_out(self._k64[layer], [k_slots], out=keys[row])
-                torch.ops.aten.index.Tensor_out(self._v[layer], [v_slots], out=parts.v[row])
+                torch.index_select(self._v64[layer], 0, slots, out=values[row])
+            parts.v.copy_(values.view(self.dtype).view(parts.v.shape))
             if valid < len(slots):
                 parts.zero_after(valid - (len(slots) - page_tokens))
 
