@@ -50,7 +50,9 @@ def write(config: Path, out: Path, layers: int | None = None, std: float = 0.02,
         if len(shape) >= 2:
             value = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * std
         else:
-            value = torch.ones(shape, dtype=torch.bfloat16) if "norm" in name else torch.zeros(shape, dtype=torch.bfloat16)
+            value = (
+                torch.ones(shape, dtype=torch.bfloat16) if "norm" in name else torch.zeros(shape, dtype=torch.bfloat16)
+            )
         shard[name] = value.cpu().contiguous()
         size += value.numel() * 2
         total += value.numel() * 2

@@ -41,6 +41,12 @@ SEAMS = (
         ("server_args", "port_args", "gpu_id", "tp_rank", "dp_rank", "pipe_writer"),
         "sets up the worker process, then looks Scheduler up as a global of its module: we put NeoScheduler there",
     ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.__init__",
+        ("self", "server_args", "port_args"),
+        "builds everything that placement looks at",
+    ),
     Seam("sglang.srt.managers.scheduler", "Scheduler.init_tp_model_worker", ("self",), "builds our model worker"),
     Seam(
         "sglang.srt.managers.scheduler",

@@ -65,9 +65,7 @@ def alone(tiny: Tiny) -> Iterator[Callable[[str, list[Request]], dict[str, Refer
         key = (arch, hash(tuple((r.name, tuple(r.prompt), r.max_new_tokens) for r in requests)))
         if key not in kept:
             with InProcessRunner("plain", tiny(arch)) as runner:
-                kept[key] = {
-                    r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests
-                }
+                kept[key] = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
         return kept[key]
 
     yield references
@@ -198,7 +196,6 @@ def _no_answer(step: Any, layer: int, out: torch.Tensor) -> None:
 
 
 def _last_layer_only(step: Any, layer: int, out: torch.Tensor) -> None:
-    from sglang_neo.hybrid.host_attention import HostStep
 
     (_no_answer if layer == 0 else _RECEIVE)(step, layer, out)
 

@@ -75,9 +75,14 @@ def test_a_missing_module_is_found() -> None:
 def test_overridden_methods_are_named_as_seams() -> None:
     """Whoever overrides one more method of SGLang has to say so in seams.py."""
     from sglang_neo.args import NeoServerArgs
+    from sglang_neo.batching import NeoPrefillAdder, NeoScheduleBatch
     from sglang_neo.model_runner import NeoKVCacheConfigurator, NeoModelRunner, NeoTpModelWorker
     from sglang_neo.scheduler import NeoScheduler
-    from sglang_neo.token_manager import NeoPagedTokenToKVPoolAllocator, NeoTokenToKVPoolAllocator
+    from sglang_neo.token_manager import (
+        NeoPagedTokenToKVPoolAllocator,
+        NeoReqToTokenPool,
+        NeoTokenToKVPoolAllocator,
+    )
 
     named = {seam.name for seam in SEAMS}
     for ours in (
@@ -87,6 +92,9 @@ def test_overridden_methods_are_named_as_seams() -> None:
         NeoKVCacheConfigurator,
         NeoTokenToKVPoolAllocator,
         NeoPagedTokenToKVPoolAllocator,
+        NeoReqToTokenPool,
+        NeoScheduleBatch,
+        NeoPrefillAdder,
     ):
         [base] = ours.__bases__
         for name, value in vars(ours).items():

@@ -12,15 +12,15 @@ import torch
 
 from cpu_kernels.cores import NotEnoughCores
 from cpu_kernels.workers import WorkerPool
-from sglang_neo.hybrid.geometry import AttentionGeometry, NoCpuAttention, attention_geometry, attention_layers
-from sglang_neo.hybrid.host_attention import HostAttention
 from sglang_neo.errors import UsageError
 from sglang_neo.host_kv import limits
-from sglang_neo.host_kv.pages import HostPages
 from sglang_neo.host_kv.device_pool import DeviceKV, device_kv
 from sglang_neo.host_kv.memory import HostMemory, HostMemoryError, largest_host_memory
+from sglang_neo.host_kv.pages import HostPages
 from sglang_neo.host_kv.pool import HostKVPool, UnsupportedKV
 from sglang_neo.host_kv.transfer import KVTransfer
+from sglang_neo.hybrid.geometry import NoCpuAttention, attention_geometry, attention_layers
+from sglang_neo.hybrid.host_attention import HostAttention
 from sglang_neo.refusals import gpu_only_reasons
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,14 @@ def make_hybrid(backend: Any, host_attention: HostAttention, first_layer: int) -
         raise ValueError("the backend is hybrid already")
 
     def forward_decode(
-        self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, *args: Any, **kw: Any
+        self: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kw: Any,
     ) -> torch.Tensor:
         step, index = host_attention.current, layer.layer_id - first_layer
         if step is not None:

@@ -23,7 +23,7 @@ import torch
 
 from cpu_kernels import _probe
 from cpu_kernels.attention import Plan
-from cpu_kernels.workers import HandoffService, Handoffs, HandoffStatus, Job, Step, WorkerPool
+from cpu_kernels.workers import Handoffs, HandoffService, HandoffStatus, Job, Step, WorkerPool
 from sglang_neo.hybrid.geometry import AttentionGeometry
 from sglang_neo.hybrid.streams import flag_stream
 from sglang_neo.token_manager import HostRow
@@ -232,4 +232,3 @@ class HostStep:
         answer = inbox.to(out.device, non_blocking=True)
         out.view(out.shape[0], -1).index_copy_(0, self._index, answer)
         self.received += 1
-

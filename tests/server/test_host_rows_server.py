@@ -49,7 +49,9 @@ def check_used_the_host(server: Server) -> None:
 def alone(servers: ServerPool, crowded_spec: ServerSpec) -> list[list[int]]:
     """One request after the other: each has the device for itself."""
     server = servers.shared(crowded_spec)
-    answers = [server.generate(input_ids=ids, max_new_tokens=TOKENS, ignore_eos=True)["output_ids"] for ids in prompts()]
+    answers = [
+        server.generate(input_ids=ids, max_new_tokens=TOKENS, ignore_eos=True)["output_ids"] for ids in prompts()
+    ]
     assert server.info()["neo"]["host_tokens_total"] == 0
     return answers
 
