@@ -2,9 +2,9 @@
 
     python -m bench.host_kv_quality MODEL --out FILE [--text FILE ...] [--windows 12] [--prompt 64] [--length 448]
 
-The text is cut into windows. Each begins as a prompt; then the model is made to go on with the text itself, decoding token
-by token with its KV on the device, in host memory as it is, or in host memory as int8, and the log-probability that it
-gives to each true token is kept. Everything but the choice of the next token is the real server's path.
+The text is cut into windows. Each begins as a prompt; then the model is made to go on with the text itself, decoding
+token by token with its KV on the device, in host memory as it is, or in host memory as int8, and the log-probability
+that it gives to each true token is kept. Everything but the choice of the next token is the real server's path.
 """
 
 from __future__ import annotations

@@ -90,11 +90,12 @@ class NeoScheduleBatch(ScheduleBatch):
 class NeoPrefillAdder(PrefillAdder):
     """Admission that counts both pools.
 
-    A request may need device memory for its prompt now, and for what it will generate memory anywhere: the device gives
-    way by moving rows to the host. So SGLang's reservation for future tokens (``rem_total_tokens``) is held against both
+    A request needs device memory for its prompt now, and for what it will generate memory anywhere: the device gives way
+    by moving rows to the host. So SGLang's reservation for future tokens (``rem_total_tokens``) is held against both
     pools, and the prompt's own tokens against the device.
     """
 
+    rem_total_token_offset: Any
     _device_only = False
     _both_pools = False
 
@@ -104,7 +105,7 @@ class NeoPrefillAdder(PrefillAdder):
 
     @property
     def rem_total_tokens(self) -> Any:
-        tokens = PrefillAdder.rem_total_tokens.fget(self)  # type: ignore[attr-defined]
+        tokens = PrefillAdder.rem_total_tokens.fget(self)
         manager = self._manager
         if manager is None or self._device_only:
             return tokens
@@ -112,7 +113,7 @@ class NeoPrefillAdder(PrefillAdder):
 
     @property
     def cur_rem_tokens(self) -> Any:
-        tokens = PrefillAdder.cur_rem_tokens.fget(self)  # type: ignore[attr-defined]
+        tokens = PrefillAdder.cur_rem_tokens.fget(self)
         return tokens + self._manager.host_usage().free_tokens if self._both_pools and self._manager else tokens
 
     def add_one_req(self, req: Req, has_chunked_req: bool, truncation_align_size: int | None) -> AddReqResult:

@@ -96,9 +96,7 @@ class _Published:
 
         tokens = counter("neo_host_tokens_total", "Output tokens of requests decoded from host memory.")
         busy = counter("neo_cpu_busy_seconds_total", "Time that CPU attention workers worked, summed over threads.")
-        wait = counter(
-            "neo_cpu_wait_seconds_total", "Time that steps with host rows ran and gave the CPU nothing to do."
-        )
+        wait = counter("neo_cpu_wait_seconds_total", "Time that steps with host rows gave the CPU nothing to do.")
         self._steps = counter("neo_steps_total", "Decode steps, by mode.", "mode")
         self._migrations = counter("neo_migrations_total", "Requests moved between the pools.", "direction")
         self._tokens, self._busy, self._wait = (metric.labels(**labels) for metric in (tokens, busy, wait))

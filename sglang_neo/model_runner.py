@@ -60,6 +60,7 @@ class NeoModelRunner(ModelRunner):
     """Executes steps: SGLang's own where all rows are on the device, else with the host rows' attention on the CPU."""
 
     kv_cache_configurator: KVCacheConfigurator
+    decode_cuda_graph_runner: Any
     #: None: this server runs gpu-only, and ``neo_gpu_only_reason`` says why.
     neo_host: assemble.HostSide | None = None
     neo_gpu_only_reason: str | None = None

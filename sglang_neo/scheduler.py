@@ -20,6 +20,8 @@ from sglang_neo.token_manager import NeoTokenManager
 class NeoScheduler(Scheduler):
     """Overrides only what seams.py names; policy stands in modules of its own."""
 
+    max_total_num_tokens: int
+
     def __init__(self, *args: Any, **kwargs: Any):
         batching.install()
         super().__init__(*args, **kwargs)
@@ -83,7 +85,9 @@ class NeoScheduler(Scheduler):
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         epoch = getattr(result, "neo_epoch", None)
-        if epoch is not None:  # nothing of a step may be published whose CPU work failed
+        if (
+            epoch is not None and self.placement.attention is not None
+        ):  # nothing of a step may be published whose CPU work failed
             if result.copy_done is not None:
                 result.copy_done.synchronize()
             self.placement.attention.check(epoch)

@@ -163,8 +163,8 @@ SEAMS = (
         "a request's end: asks the tree to free committed tokens (none of a host row's), then frees the request slot",
     ),
     Seam(
-        "sglang.srt.mem_cache.base_prefix_cache",
-        "BasePrefixCache.cache_finished_req",
+        "sglang.srt.mem_cache.radix_cache",
+        "RadixCache.cache_finished_req",
         ("self", "req", "is_insert", "kv_len_to_handle"),
         "frees the device KV of a row that moves to the host",
     ),

@@ -3,10 +3,10 @@
 SGLang has two sibling allocators, one for slots (page size 1) and one for pages. What sglang_neo adds is one component,
 ``NeoTokenManager``, that a thin subclass of each carries, so both gain it without a shared base class.
 
-A request that runs is a *device row* or a *host row*. To SGLang a host row is a request without device KV: its committed
-and allocated lengths are 0, it locks no node of the radix cache, and its line of ``req_to_token`` is zero. So SGLang's
-own accounting, retraction, abort and leak checks stay right. It keeps its request slot (``req_pool_idx``), by which
-SGLang relays the next token's id. Its KV stands in a ``HostRow``.
+A request that runs is a *device row* or a *host row*. To SGLang a host row is a request without device KV: its
+committed and allocated lengths are 0, it locks no node of the radix cache, and its line of ``req_to_token`` is zero. So
+SGLang's own accounting, retraction, abort and leak checks stay right. It keeps its request slot (``req_pool_idx``), by
+which SGLang relays the next token's id. Its KV stands in a ``HostRow``.
 """
 
 from __future__ import annotations

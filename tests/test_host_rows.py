@@ -173,9 +173,9 @@ def test_retraction_is_the_last_resort(tiny: Tiny, alone: Any) -> None:
     """Both pools full: SGLang's retraction, and the answers stay right."""
     rng = random.Random(8)
     requests = [Request(f"r{i}", random_prompt(rng, 40), 120, arrive=i) for i in range(8)]
-    with InProcessScheduler(
-        "neo", tiny("llama"), max_total_tokens=320, max_running_requests=16, neo_host_kv_size=4 * 64 * 2 * 2 * 16 * 3 * 4 / 1e9
-    ) as scheduler:  # fmt: skip
+    four_pages = 4 * 64 * 2 * 2 * 16 * 3 * 4 / 1e9  # tokens, K and V, heads, head_dim, layers, bytes
+    options = {"max_total_tokens": 320, "max_running_requests": 16, "neo_host_kv_size": four_pages}
+    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
         manager = scheduler.scheduler.token_manager
         assert manager.host_usage().total_tokens == 4 * 64
         got = scheduler.run(requests, lambda s, step: s.token_manager.audit())

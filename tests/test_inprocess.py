@@ -247,7 +247,8 @@ def test_state_for_server_info(tiny: Tiny) -> None:
     assert state["device_kv"] == {"total_tokens": 640, "free_tokens": 576, "page_size": 64}
     assert all(name.startswith("sglang_neo.") for name in state["classes"].values())
     assert state["host_kv"]["total_tokens"] == state["host_kv"]["free_tokens"] > 0
-    assert (state["host_tokens_total"], state["steps_total"]) == (0, {"gpu_only": 3, "sync": 0})
+    assert state["host_tokens_total"] == state["steps_total"]["sync"] == 0
+    assert state["steps_total"]["gpu_only"] in (3, 4)  # with overlap scheduling, one step after the last token
 
 
 @pytest.mark.parametrize(

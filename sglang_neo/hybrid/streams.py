@@ -1,7 +1,7 @@
 """The device's side of the hand-off's flags: writing and waiting in stream order.
 
-The protocol stands in ``cpu_kernels/src/handoff.hpp``. On CUDA these are stream memory operations (cuStreamWriteValue32,
-cuStreamWaitValue32 of the driver API), so the host is not involved; on the CPU device they happen at once.
+The protocol stands in ``cpu_kernels/src/handoff.hpp``. On CUDA these are stream memory operations of the driver API
+(cuStreamWriteValue32, cuStreamWaitValue32), so the host is not involved; on the CPU device they happen at once.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class CpuFlagStream:
 
 
 class CudaFlagStream:
-    """Stream memory operations on the current CUDA stream. A wait is ended by the workers' watchdog, see HandoffService.
+    """Stream memory operations on the current CUDA stream. The workers' watchdog ends a wait, see HandoffService.
 
     Raises RuntimeError on construction where the driver or the device lacks them.
     """
 
     def __init__(self) -> None:
         try:
-            from cuda.bindings import driver
+            from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
             raise RuntimeError(f"the package cuda-bindings is missing ({error})") from None
         self._driver: Any = driver

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -25,14 +24,15 @@ def crowded_spec(tiny_spec: ServerSpec) -> ServerSpec:
     return tiny_spec.with_flags("--max-total-tokens", "800", "--neo-check-integrity", "--enable-metrics")
 
 
+def ask(server: Server, ids: list[int]) -> list[int]:
+    tokens: list[int] = server.generate(input_ids=ids, max_new_tokens=TOKENS, ignore_eos=True)["output_ids"]
+    return tokens
+
+
 def answer_all(server: Server) -> list[list[int]]:
     """All at once."""
-
-    def ask(ids: list[int]) -> Any:
-        return server.generate(input_ids=ids, max_new_tokens=TOKENS, ignore_eos=True)["output_ids"]
-
     with ThreadPoolExecutor(ROWS) as pool:
-        return list(pool.map(ask, prompts()))
+        return list(pool.map(lambda ids: ask(server, ids), prompts()))
 
 
 def check_used_the_host(server: Server) -> None:
@@ -49,9 +49,7 @@ def check_used_the_host(server: Server) -> None:
 def alone(servers: ServerPool, crowded_spec: ServerSpec) -> list[list[int]]:
     """One request after the other: each has the device for itself."""
     server = servers.shared(crowded_spec)
-    answers = [
-        server.generate(input_ids=ids, max_new_tokens=TOKENS, ignore_eos=True)["output_ids"] for ids in prompts()
-    ]
+    answers = [ask(server, ids) for ids in prompts()]
     assert server.info()["neo"]["host_tokens_total"] == 0
     return answers
 
