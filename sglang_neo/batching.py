@@ -90,8 +90,8 @@ class NeoScheduleBatch(ScheduleBatch):
 class NeoPrefillAdder(PrefillAdder):
     """Admission that counts both pools.
 
-    A request needs device memory for its prompt now, and for what it will generate memory anywhere: the device gives way
-    by moving rows to the host. So SGLang's reservation for future tokens (``rem_total_tokens``) is held against both
+    A request needs device memory for its prompt now, and memory anywhere for what it will generate: the device gives
+    way by moving rows to the host. So SGLang's reservation for future tokens (``rem_total_tokens``) is held against both
     pools, and the prompt's own tokens against the device.
     """
 

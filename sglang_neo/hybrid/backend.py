@@ -1,8 +1,8 @@
 """The hybrid attention backend: the user's own one for device rows, the CPU workers for host rows.
 
 To the user's backend a host row of a decode batch looks like the padding that SGLang itself uses in CUDA graphs: its
-line of ``req_to_token`` is zero (slot 0, which nobody owns), its length is 1, and its new k and v go to slot 0. What the
-backend computes for such a row is thrown away and replaced by the CPU's answer.
+line of ``req_to_token`` is zero (slot 0, which nobody owns), its length is 1, and its new k and v go to slot 0. What
+the backend computes for such a row is thrown away and replaced by the CPU's answer.
 """
 
 from __future__ import annotations
