@@ -85,9 +85,8 @@ class NeoScheduler(Scheduler):
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         epoch = getattr(result, "neo_epoch", None)
-        if (
-            epoch is not None and self.placement.attention is not None
-        ):  # nothing of a step may be published whose CPU work failed
+        # Nothing of a step may be published whose CPU work failed.
+        if epoch is not None and self.placement.attention is not None:
             if result.copy_done is not None:
                 result.copy_done.synchronize()
             self.placement.attention.check(epoch)
