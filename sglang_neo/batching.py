@@ -91,8 +91,8 @@ class NeoPrefillAdder(PrefillAdder):
     """Admission that counts both pools.
 
     A request needs device memory for its prompt now, and memory anywhere for what it will generate: the device gives
-    way by moving rows to the host. So SGLang's reservation for future tokens (``rem_total_tokens``) is held against both
-    pools, and the prompt's own tokens against the device.
+    way by moving rows to the host. So SGLang's reservation for future tokens (``rem_total_tokens``) is held against
+    both pools, and the prompt's own tokens against the device.
     """
 
     rem_total_token_offset: Any
