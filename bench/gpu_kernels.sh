@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# The CPU kernels on a machine that has no package registry: build, test and measure in one go.
+#   [BUNDLE=folder] OUT=folder SGLANG_NEO_COMMIT=... bench/gpu_kernels.sh [test|bench|all]
+# BUNDLE holds an unpack.sh that puts what the tests need on PYTHONPATH; leave it out where all is installed.
+# Everything goes to OUT as it is made, so that a run that is cut short leaves what it had.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+what=${1:-all}
+status=0
+mkdir -p "$OUT"
+log() { echo "[$(date +%T)] $*"; }
+
+if [ -n "${BUNDLE:-}" ]; then . "$BUNDLE/unpack.sh"; fi
+log "building cpu_kernels"
+site=$(mktemp -d)
+python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . 2>&1 | tail -5
+[ -d "$site/cpu_kernels" ] || exit 1
+export PYTHONPATH="$site:${PYTHONPATH:-}"
+
+# The installed package, not the source tree, must be what runs: go on elsewhere.
+work=$(mktemp -d)
+cp -r tests pyproject.toml cpu_kernels/src "$work"
+cd "$work"
+{ lscpu; python3 -m cpu_kernels.info; } > "$OUT/machine.txt" 2>&1
+tail -40 "$OUT/machine.txt"
+
+if [ "$what" != bench ]; then
+  log "C++ tests"
+  g++ -std=c++17 -O2 -pthread -Isrc src/tests/test_kernels.cpp $(ls src/*.cpp src/*/kernels.cpp | grep -v probe.cpp) -o test_kernels \
+    > "$OUT/cpp_build.txt" 2>&1 & build=$!
+  log "Python tests"
+  CPU_KERNELS_CALIBRATION=off timeout 240 python3 -m pytest tests/kernels -q -x -p no:cacheprovider --noconftest > "$OUT/kernel_tests.txt" 2>&1 || status=1
+  tail -15 "$OUT/kernel_tests.txt"
+  if wait $build; then timeout 100 ./test_kernels > "$OUT/cpp_tests.txt" 2>&1 || status=1; tail -5 "$OUT/cpp_tests.txt"; else
+    status=1; tail -5 "$OUT/cpp_build.txt"; fi
+fi
+if [ "$what" != test ]; then
+  log "calibration"
+  timeout 60 python3 -m cpu_kernels.calibration 2>&1 | tee "$OUT/calibration.txt" | tail -20
+  log "bench"
+  timeout 200 python3 -m cpu_kernels.bench --json "$OUT/kernels_70b.json" --shape 64,8,128 --no-compare --budget 120 \
+    --cases 24x1000 1x1000 64x1024 shared:64x4096 copies:64x4096 --dtypes bf16 int8 int8-fast --threads 1 8 12 14 16 \
+    > "$OUT/kernels_70b.txt" 2>&1 || status=1
+  cat "$OUT/kernels_70b.txt"
+fi
+log "done, exit $status"
+exit $status
