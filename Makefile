@@ -8,6 +8,8 @@ VENV   ?= .venv
 HOST   ?= 127.0.0.1
 PORT   ?= 30000
 ARGS   ?=
+# Processes that run the tests: most of a test is the start of a server, which keeps one core busy.
+TEST_WORKERS ?= 2
 SMOLLM2 := models/SmolLM2-135M-Instruct
 MODEL  ?= $(SMOLLM2)
 
@@ -70,12 +72,13 @@ $(BUILD): pyproject.toml setup.py $(KERNEL_SOURCES) $(DEPS)
 	  $(BIN)/python -c 'from sglang_neo.platforms.torchvision_bridge import write_pth; print("wrote", write_pth())'; fi
 	@touch $@
 
-$(SMOLLM2)/config.json: $(BUILD)
+# Needs nothing that is built here, so `make -j` converts the model meanwhile.
+$(SMOLLM2)/config.json: $(DEPS)
 	@echo "[4/4] the model $(SMOLLM2)"
 	@$(BIN)/python bench/get_smollm2.py $(SMOLLM2)
 	@touch $@
 
-setup: device $(SMOLLM2)/config.json  ## virtual environment, build and a small real model: everything but running
+setup: device $(BUILD) $(SMOLLM2)/config.json  ## virtual environment, build and a small real model: everything but running
 	@echo "set up: $(VENV), device $(DEVICE), model $(SMOLLM2)"
 
 serve: setup  ## serve a model (MODEL=... PORT=... HOST=... ARGS="...")
@@ -85,8 +88,8 @@ serve: setup  ## serve a model (MODEL=... PORT=... HOST=... ARGS="...")
 	@exec $(BIN)/python -m sglang_neo.launch_server --model-path '$(MODEL)' --host $(HOST) --port $(PORT) \
 	  --device $(DEVICE) $(ARGS)
 
-test: setup  ## run the tests (PYTEST_ARGS="...")
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup  ## run the tests (TEST_WORKERS=2 PYTEST_ARGS="...")
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 bench: setup  ## how fast the CPU kernels are, into bench/results/local (BENCH_ARGS="...")
 	@mkdir -p bench/results/local
