@@ -27,6 +27,8 @@ def cuda_available() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What takes longest begins, so that several processes end together.
+    items.sort(key=lambda item: "servers" not in getattr(item, "fixturenames", ()))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not cuda_available():
         for item in marked:
