@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,17 +89,28 @@ def test_exact_under_random_migrations(tiny: Tiny, alone: Any, arch: str, page_s
     assert_exact(alone(arch, requests), tokens(got))
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("chunk", [64, -1], ids=["chunked", "unchunked"])
-@pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
-def test_random_workloads(tiny: Tiny, alone: Any, chunk: int, radix: bool, seed: int) -> None:
-    requests = random_requests(seed=100 + seed)
-    moves = RandomMoves(seed, rate=random.Random(seed).choice([0.05, 0.3, 0.8]))
-    options = {"chunked_prefill_size": chunk, "disable_radix_cache": not radix, "page_size": [1, 16, 64, 32][seed]}
-    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
+#: More of them: NEO_TEST_SEEDS=100 pytest tests/test_host_rows.py -k random_workloads
+SEEDS = range(int(os.environ.get("NEO_TEST_SEEDS", "6")))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_workloads(tiny: Tiny, alone: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    requests = random_requests(seed=100 + seed, count=rng.randrange(4, 14))
+    moves = RandomMoves(seed, rate=rng.choice([0.05, 0.3, 0.8]))
+    arch = rng.choice(list(ARCHITECTURES))
+    options = {
+        "page_size": rng.choice([1, 16, 32, 64]),
+        "chunked_prefill_size": rng.choice([64, 128, -1]),
+        "disable_radix_cache": seed % 3 == 2,
+        "disable_overlap_schedule": seed % 2 == 1,
+        "max_total_tokens": rng.choice([512, 1024, 2048]),
+    }
+    print(f"seed {seed}: {arch}, {options}, moves at a rate of {moves.rate}")
+    with InProcessScheduler("neo", tiny(arch), **options) as scheduler:
         got = scheduler.run(requests, moves)
     assert moves.host_steps > 0
-    assert_exact(alone("llama", requests), tokens(got))
+    assert_exact(alone(arch, requests), tokens(got))
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
