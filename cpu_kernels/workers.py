@@ -1,15 +1,19 @@
 """Worker threads, jobs for them, and the hand-off service between a device and them.
 
     pool = WorkerPool.on_claimed_cores(reserve=2)
-    pool.run(Job(items, run_address, context_address))                   # blocking
+    pool.run(Job(items, run_address, context_address))                   # blocking; or plan.job(...)
 
     service = HandoffService(pool, timeout_s=10)
-    service.submit(Step(epoch=1, number=1, handoffs=handoffs))           # then launch the step on the device
+    flags = Handoffs()                                                   # once per graph of the device
+    for layer in range(layers):
+        flags.add(None, ready[layer], done[layer], header[layer], layer=layer)
+    jobs = plan.jobs(range(layers), q, out, k=k, v=v)                    # once per step, from its Plan
+    service.submit(Step(epoch=1, number=1, handoffs=flags.with_jobs(jobs)))  # then launch the step on the device
     service.outcome(1), service.lag(), service.completed_epoch()
 
-The pool and the service know nothing of attention; jobs are addresses of C functions. The protocol with the device and
-what happens when something goes wrong are described in ``src/handoff.hpp``. None of it survives a fork: in the child
-every call but ``close`` raises RuntimeError, and a new pool has to be made there.
+The pool and the service know nothing of attention; a job is any object with the ``address`` of a ``cpu_kernels::Job``.
+The protocol with the device and what happens when something goes wrong are described in ``src/handoff.hpp``. None of it
+survives a fork: in the child every call but ``close`` raises RuntimeError, and a new pool has to be made there.
 """
 
 from __future__ import annotations

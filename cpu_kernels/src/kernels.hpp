@@ -19,7 +19,7 @@ struct Tuning {
   int prefetch_tiles = 1;        // 1 or 2: how many tiles of 64 tokens ahead
   int min_split_tokens = 256;    // no KV split shorter than this
   int min_thread_tokens = 1024;  // tokens x KV heads below which one more thread does not pay
-  int splits_per_thread = 4;     // longer (row, head) runs than total / (threads * this) are split
+  int splits_per_thread = 2;     // (row, head) runs longer than what is left / (threads * this) are split
   int prefix_min_rows = 2;       // shared prefixes of fewer rows are read per row
   int dot_min_queries = 8;       // queries per KV head from which bf16 dot products replace fp32 FMA
   int tile_min_queries = 4;      // queries per KV head from which AMX tiles are used

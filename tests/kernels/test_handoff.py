@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from cpu_kernels.workers import (
     device_write,
     percentile,
 )
-from tests.kernels.test_workers import address, job, run_in_child
+from tests.kernels.test_workers import RUN, address, job, run_in_child
 
 ORDERS = ["sync", "pipelined", "deferred"]
 LONG = 60.0  # a wait that only a hang reaches
@@ -277,22 +275,20 @@ def test_a_descriptor_is_copied(service: HandoffService) -> None:
     assert ran == ["first"]
 
 
-def test_contexts_are_replaced_for_the_next_step(service: HandoffService) -> None:
+def test_jobs_are_replaced_for_the_next_step(service: HandoffService) -> None:
     memory = HandoffMemory(3, 0, 0)
     contexts: list[int | None] = []
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)(
-        lambda context, item, worker: contexts.append(context)
-    )
+    run = RUN(lambda context, item, next_item, worker: contexts.append(context))
     handoffs = one(memory, Job(1, address(run), 5, keepalive=run))
-    following = handoffs.with_contexts(array("Q", [10, 20, 30]), items=2)
-    with pytest.raises(ValueError, match="2 contexts for 3 hand-offs"):
-        handoffs.with_contexts(array("Q", [1, 2]))
+    following = handoffs.with_jobs([Job(2, address(run), 10), None, Job(1, address(run), 30)])
+    with pytest.raises(ValueError, match="2 jobs for 3 hand-offs"):
+        handoffs.with_jobs([None, None])
     for epoch, step in enumerate((handoffs, following), start=1):
         service.submit(Step(epoch, 0, step, overlap=1))
         for i in range(3):
             device_write(memory.ready(i), 1)
         assert service.wait_epoch(epoch, LONG)
-    assert contexts == [5, 5, 5, 10, 10, 20, 20, 30, 30]
+    assert contexts == [5, 5, 5, 10, 10, 30]
 
 
 def test_malformed_steps_are_refused(service: HandoffService) -> None:

@@ -30,12 +30,16 @@ PoolOptions with_threads(int threads, int64_t spin_ns = 20'000) {
 
 // Every item once, no worker number twice at a time.
 struct Tally {
-  explicit Tally(int items, int workers) : runs(items), inside(workers) {}
+  explicit Tally(int items, int workers) : runs(items), inside(workers), announced(workers, -1) {}
   std::vector<std::atomic<int>> runs, inside;
+  std::vector<int> announced;
   std::vector<int> plain = std::vector<int>(runs.size());  // written without atomics: the end of run() must order it
-  static void run(void* context, int item, int worker) {
+  static void run(void* context, int item, int next, int worker) {
     Tally* t = static_cast<Tally*>(context);
     CHECK(t->inside[worker].fetch_add(1) == 0);
+    // What is announced as next comes next.
+    CHECK(t->announced[worker] < 0 || t->announced[worker] == item);
+    t->announced[worker] = next;
     t->runs[item].fetch_add(1);
     t->plain[item] += item + 1;
     t->inside[worker].fetch_sub(1);
@@ -130,7 +134,7 @@ void pool_reports_failures() {
   WorkerPool pool(with_threads(2));
   Job job;
   job.items = 10;
-  job.run = [](void*, int item, int) {
+  job.run = [](void*, int item, int, int) {
     if (item == 3) throw std::runtime_error("item three");
   };
   std::string message;
@@ -138,7 +142,7 @@ void pool_reports_failures() {
     CHECK(pool.run(job, participate, &message) == JobResult::kFailed);
     CHECK(message == "item three");
   }
-  job.run = [](void*, int, int) { throw 7; };
+  job.run = [](void*, int, int, int) { throw 7; };
   CHECK(pool.run(job, false, &message) == JobResult::kFailed);
   Tally tally(8, pool.worker_slots());
   CHECK(pool.run(tally.job(), true, &message) == JobResult::kDone);
@@ -150,11 +154,11 @@ void pool_reports_failures() {
   } nested{&pool, false};
   job.items = 1;
   job.context = &nested;
-  job.run = [](void* context, int, int) {
+  job.run = [](void* context, int, int, int) {
     Nested* n = static_cast<Nested*>(context);
     Job inner;
     inner.items = 1;
-    inner.run = [](void*, int, int) {};
+    inner.run = [](void*, int, int, int) {};
     try {
       n->pool->run(inner, true);
     } catch (const std::runtime_error&) {
@@ -165,12 +169,62 @@ void pool_reports_failures() {
   CHECK(nested.refused);
 }
 
+// begin and end bracket every job, whatever becomes of it; begin can refuse it.
+void pool_brackets_jobs() {
+  WorkerPool pool(with_threads(2));
+  struct Owned {
+    std::atomic<bool> owned{false}, refuse{false};
+    std::atomic<int> done{0}, failed{0}, fail_at{-1};
+  } context;
+  Job job;
+  job.items = 20;
+  job.context = &context;
+  job.begin = [](void* c) {
+    Owned* o = static_cast<Owned*>(c);
+    if (o->refuse) throw std::runtime_error("not now");
+    CHECK(!o->owned.exchange(true));
+  };
+  job.run = [](void* c, int item, int, int) {
+    Owned* o = static_cast<Owned*>(c);
+    CHECK(o->owned);
+    if (item == o->fail_at) throw std::runtime_error("no");
+  };
+  job.end = [](void* c, JobResult result) {
+    Owned* o = static_cast<Owned*>(c);
+    CHECK(o->owned.exchange(false));
+    ++(result == JobResult::kDone ? o->done : o->failed);
+  };
+  for (int round = 0; round < 100; ++round) {
+    context.fail_at = round % 3 == 0 ? round % 20 : -1;
+    CHECK(pool.run(job, round % 2 == 0) == (round % 3 == 0 ? JobResult::kFailed : JobResult::kDone));
+    CHECK(!context.owned);
+  }
+  CHECK(context.done == 66 && context.failed == 34);
+  context.refuse = true;
+  CHECK_THROWS(std::runtime_error, "not now", pool.run(job, true));
+  context.refuse = false;
+  context.fail_at = -1;
+  CHECK(pool.run(job, true) == JobResult::kDone);
+}
+
+void pool_respects_the_number_of_workers() {
+  WorkerPool pool(with_threads(2));
+  Tally tally(50, 2);
+  Job job = tally.job();
+  job.workers = 2;  // the caller's number, 2, is too high
+  CHECK(pool.run(job, true) == JobResult::kDone);
+  CHECK(pool.counters(2).items == 0);
+  for (auto& runs : tally.runs) CHECK(runs == 1);
+  job.workers = 1;
+  CHECK_THROWS(std::invalid_argument, "made for 1 workers, the pool has 2", pool.run(job, true));
+}
+
 void pool_survives_a_dying_worker() {
   for (int threads : {1, 3}) {
     WorkerPool pool(with_threads(threads));
     Job job;
     job.items = 6;
-    job.run = [](void*, int item, int) {
+    job.run = [](void*, int item, int, int) {
       if (item == 2) pthread_exit(nullptr);
     };
     std::string message;
@@ -190,7 +244,7 @@ void pool_abandons_a_stuck_worker() {
     Job job;
     job.items = 1;
     job.context = &stuck;
-    job.run = [](void* context, int, int) {
+    job.run = [](void* context, int, int, int) {
       Stuck* s = static_cast<Stuck*>(context);
       s->inside = true;
       while (!s->release) std::this_thread::yield();
@@ -231,10 +285,10 @@ void pool_cancels() {
   block.items = 1;
   rest.items = 100;
   block.context = rest.context = &gate;
-  block.run = [](void* context, int, int) {
+  block.run = [](void* context, int, int, int) {
     while (!static_cast<Gate*>(context)->open) std::this_thread::yield();
   };
-  rest.run = [](void* context, int, int) { static_cast<Gate*>(context)->ran++; };
+  rest.run = [](void* context, int, int, int) { static_cast<Gate*>(context)->ran++; };
   uint64_t first, sequence;
   CHECK(pool.submit(block, finished, &gate, &first));
   for (int i = 1; i < WorkerPool::kRing; ++i) CHECK(pool.submit(rest, finished, &gate, &sequence));
@@ -548,6 +602,8 @@ int main(int argc, char** argv) {
                        {"pool_takes_several_callers", pool_takes_several_callers},
                        {"pool_sleeps_and_wakes", pool_sleeps_and_wakes},
                        {"pool_reports_failures", pool_reports_failures},
+                       {"pool_brackets_jobs", pool_brackets_jobs},
+                       {"pool_respects_the_number_of_workers", pool_respects_the_number_of_workers},
                        {"pool_survives_a_dying_worker", pool_survives_a_dying_worker},
                        {"pool_abandons_a_stuck_worker", pool_abandons_a_stuck_worker},
                        {"pool_refuses_bad_options", pool_refuses_bad_options},
