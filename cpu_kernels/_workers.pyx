@@ -13,7 +13,7 @@ cdef extern from "worker_pool.hpp" namespace "cpu_kernels" nogil:
         int64_t bytes
         int64_t tokens
 
-    ctypedef void (*RunItem)(void*, int, int, int)
+    ctypedef void (*RunItem)(void*, int, int)
     ctypedef void (*CostItem)(void*, int, ItemCost*)
 
     cdef cppclass CJob "cpu_kernels::Job":
@@ -168,11 +168,11 @@ cdef int64_t _ns(double seconds) except -1:
 
 
 cdef class Job:
-    """``run(context, item, next, worker)`` for every item in ``range(items)``; see Job in ``src/worker_pool.hpp``.
+    """``run(context, item, worker)`` for every item in ``range(items)``; see Job in ``src/worker_pool.hpp``.
 
-    ``run`` and ``cost`` are the addresses of C functions ``void(void*, int, int, int)`` and
-    ``void(void*, int, ItemCost*)`` (two int64: bytes, tokens), ``context`` is any address. ``workers``: how many worker
-    numbers ``run`` knows, 0 for any. ``keepalive`` is kept as long as the job may run.
+    ``run`` and ``cost`` are the addresses of C functions ``void(void*, int, int)`` and ``void(void*, int, ItemCost*)``
+    (two int64: bytes, tokens), ``context`` is any address. ``workers``: how many worker numbers ``run`` knows, 0 for
+    any. ``keepalive`` is kept as long as the job may run.
     """
 
     cdef CJob job

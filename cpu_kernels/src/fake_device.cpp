@@ -147,7 +147,7 @@ void FakeDevice::pause(uint64_t number, uint64_t a, uint64_t b) const {
   for (int spins = 0; now_ns() < until;) relax(&spins);
 }
 
-void FakeDevice::run_echo(void* context, int item, int, int) {
+void FakeDevice::run_echo(void* context, int item, int) {
   Echo* echo = static_cast<Echo*>(context);
   FakeDevice* device = echo->device;
   int h = echo->handoff;
@@ -259,7 +259,7 @@ void fill_round_trips(HandoffService* service, const HandoffMemory& memory, uint
     for (int i = 0; i < handoffs; ++i) {
       HandoffJob job;
       job.job.items = items;
-      job.job.run = [](void*, int, int, int) {};
+      job.job.run = [](void*, int, int) {};
       job.ready = memory.ready(i);
       job.done = memory.done(i);
       job.header = memory.header(i);

@@ -9,6 +9,7 @@
 namespace cpu_kernels {
 
 constexpr int kTile = 64;                         // tokens per step of the online softmax
+constexpr int kMergedParts = 64;                  // partial results that one merge takes
 constexpr int kMaxQueries = 64;                   // queries of one KV head that one pass over its tokens serves
 constexpr std::size_t kScratchFixed = 64 * 1024;  // bytes of a worker's scratch before the queries
 constexpr float kNoToken = -1e30f;                // running maximum of a row that has seen no token yet
@@ -70,7 +71,7 @@ struct KernelTable {
   // out[i][d] = o[i][d] / l[i] in `type` for `count` queries; lse[i] = natural log-sum-exp (lse may be null).
   void (*finish)(const float* o, const float* m, const float* l, int count, int head_dim, Type type, void* out,
                  float* lse);
-  // Merges `parts` partial results, each of `count` queries, into the first.
+  // Merges `parts` <= kMergedParts partial results, each of `count` <= 16 queries, into the first.
   void (*merge)(float* const* o, float* const* m, float* const* l, int parts, int count, int head_dim);
   // Writes tokens [first, first + tokens) of a page (page: K, V and scales of one head) from token-major rows of one
   // head; `type` is the rows' type. Other tokens of the page keep their bytes.

@@ -167,6 +167,9 @@ Plan::Plan(const PlanInput& in)
     if (at < length || length == 0) own[row].push_back({at, length});
   }
 
+  // What a unit costs before its first token, as a number of tokens: queries and results are converted.
+  constexpr int kUnitTokens = 16;
+
   // The work, in tokens x KV heads, and what is left of it to be cut. Of a group, reading dominates up to about 16
   // queries, arithmetic after that.
   const int block_rows = std::max(1, kMaxQueries / heads_);
@@ -180,7 +183,7 @@ Plan::Plan(const PlanInput& in)
     left += (group.end - group.begin) * blocks * weight(static_cast<int>(group.rows.size() / blocks) * heads_);
   }
   for (int row = 0; row < rows_; ++row)
-    for (const Run& run : own[row]) left += run.end - run.begin + 1;
+    for (const Run& run : own[row]) left += run.end - run.begin + kUnitTokens;
   left *= pool_.kv_heads;
 
   // Cuts a run into pieces that end at tile boundaries. No piece of a head is more than its thread's share of what is
@@ -198,7 +201,7 @@ Plan::Plan(const PlanInput& in)
         to = static_cast<int>(tile + round_up(static_cast<std::int64_t>(most), kTile));
       to = std::min(to, run.end);
       add(from, to);
-      left -= (to - from + 1) * token_weight * pool_.kv_heads;
+      left -= (to - from) * token_weight * pool_.kv_heads;
       from = to;
     } while (from < run.end);
   };
@@ -238,7 +241,7 @@ Plan::Plan(const PlanInput& in)
       for (int head = 0; head < pool_.kv_heads; ++head) {
         units_.push_back(
             {table_begin_[row], piece.begin, piece.end, head, rows_at, 1, alone ? -1 : partials_ + head, newest});
-        cost.push_back(piece.end - piece.begin + 1.0);
+        cost.push_back(piece.end - piece.begin + kUnitTokens);
       }
       if (!alone) partials_ += pool_.kv_heads;
     }
@@ -339,14 +342,13 @@ void Plan::finish_row(const LayerIo& io, int row, int head, float* o, float* m, 
                    io.lse == nullptr ? nullptr : io.lse + row * io.lse_row + at);
 }
 
-void Plan::run_item(const LayerIo& io, int item, int next_item, int worker) {
+void Plan::run_item(const LayerIo& io, int item, int worker) {
   const int end = bundles_[item + 1];
   const int dim = pool_.layout.head_dim;
   for (int u = bundles_[item]; u < end; ++u) {
     const Unit& unit = units_[u];
     Segment now = segment(io, unit, worker), next;
-    const int next_unit = u + 1 < end ? u + 1 : next_item >= 0 ? bundles_[next_item] : -1;
-    if (next_unit >= 0) next = segment(io, units_[next_unit], worker);
+    if (u + 1 < end) next = segment(io, units_[u + 1], worker);
     if (unit.newest && io.k != nullptr) {
       const int row = unit_rows_[unit.rows], position = unit.end - 1;
       const std::int64_t head_bytes =
@@ -361,7 +363,7 @@ void Plan::run_item(const LayerIo& io, int item, int next_item, int worker) {
       now.m = m;
       now.l = l;
     }
-    kernels_->attend(shape_, now, next_unit >= 0 ? &next : nullptr, scratch_[worker]);
+    kernels_->attend(shape_, now, u + 1 < end ? &next : nullptr, scratch_[worker]);
     if (unit.partial < 0) {
       finish_row(io, unit_rows_[unit.rows], unit.head, now.o, m, l);
       continue;
@@ -372,8 +374,7 @@ void Plan::run_item(const LayerIo& io, int item, int next_item, int worker) {
       std::atomic<int>& arrived = arrived_[row * pool_.kv_heads + unit.head];
       if (arrived.fetch_add(1, std::memory_order_acq_rel) != parts - 1) continue;
       arrived.store(0, std::memory_order_relaxed);
-      constexpr int kAtOnce = 64;
-      float *o[kAtOnce], *pm[kAtOnce], *pl[kAtOnce];
+      float *o[kMergedParts], *pm[kMergedParts], *pl[kMergedParts];
       auto put = [&](int to, int part) {
         const Parts& p = parts_[begin + part];
         const std::int64_t at = static_cast<std::int64_t>(p.first + unit.head * p.per_head) * heads_;
@@ -384,7 +385,7 @@ void Plan::run_item(const LayerIo& io, int item, int next_item, int worker) {
       put(0, 0);
       for (int part = 1; part < parts;) {
         int count = 1;
-        for (; count < kAtOnce && part < parts; ++count, ++part) put(count, part);
+        for (; count < kMergedParts && part < parts; ++count, ++part) put(count, part);
         kernels_->merge(o, pm, pl, count, heads_, dim);
       }
       finish_row(io, row, unit.head, o[0], pm[0], pl[0]);
@@ -414,7 +415,7 @@ void Plan::run(const LayerIo& io, int threads) {
   begin();
   std::atomic<int> next{0};
   auto work = [&](int worker) {
-    for (int item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items();) run_item(io, item, -1, worker);
+    for (int item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items();) run_item(io, item, worker);
   };
   threads = std::min({threads, workers_, items()});
   std::vector<std::thread> others;

@@ -67,12 +67,11 @@ class Plan {
   Plan& operator=(const Plan&) = delete;
 
   // How many items the work is cut into. Items may run in any order, at the same time, on any thread; `worker` <
-  // workers() names the scratch memory, no two running items may share it. `next_item`: what the same worker will
-  // run after this one, whose first tokens are prefetched, or -1. Whoever is last at a (row, head) merges its partial
-  // results and writes the output.
+  // workers() names the scratch memory, no two running items may share it. Whoever is last at a (row, head)
+  // merges its partial results and writes the output.
   int items() const { return static_cast<int>(bundles_.size()) - 1; }
   int workers() const { return workers_; }
-  void run_item(const LayerIo& io, int item, int next_item, int worker);
+  void run_item(const LayerIo& io, int item, int worker);
 
   // A run of one layer is begin(), every item once, end(true); or, if it is cut short, end(false) when none of its items
   // runs any more. The workspace belongs to the run between the two: begin() throws std::runtime_error if there is

@@ -16,9 +16,9 @@ struct PlanRun {
     job.items = plan->items();
     job.workers = plan->workers();
     job.context = this;
-    job.run = [](void* context, int item, int next, int worker) {
+    job.run = [](void* context, int item, int worker) {
       const PlanRun& self = *static_cast<PlanRun*>(context);
-      self.plan->run_item(self.io, item, next, worker);
+      self.plan->run_item(self.io, item, worker);
     };
     job.cost = [](void* context, int item, ItemCost* out) {
       const WorkCost cost = static_cast<PlanRun*>(context)->plan->item_cost(item);

@@ -279,12 +279,6 @@ struct WorkerPool::State {
     return slot.job.items - left;
   }
 
-  // Takes one ahead if enough are left for everybody.
-  int take_ahead(uint64_t sequence) {
-    if (left_of(slots[sequence % kRing].ticket.load(std::memory_order_relaxed)) <= options.threads) return -1;
-    return take(&sequence);
-  }
-
   void finish(uint64_t sequence, int count) {
     Slot& slot = slots[sequence % kRing];
     if (slot.unfinished.fetch_sub(count, std::memory_order_acq_rel) != count) return;
@@ -347,18 +341,16 @@ struct WorkerPool::State {
     Slot& slot = slots[sequence % kRing];
     const Job& job = slot.job;
     Account& account = accounts[worker];
-    ++hold.count;
-    for (int64_t now = now_ns(); item >= 0;) {
-      const int next = take_ahead(sequence);
-      hold.count += next >= 0;
+    for (int64_t now = now_ns(); item >= 0; item = take(&sequence)) {
+      ++hold.count;
       account.item_begins(now);
       hold.cost = {};
       hold.inside = true;
       t_inside = this;
       try {
         // After a failure the rest of the job is skipped: nothing of it will be used.
-        if (!slot.failed.load(std::memory_order_relaxed) && !slot.cancelled.load(std::memory_order_relaxed)) {
-          job.run(job.context, item, next, worker);
+        if (!slot.failed.load(std::memory_order_relaxed)) {
+          job.run(job.context, item, worker);
           if (job.cost) job.cost(job.context, item, &hold.cost);
         }
       } catch (const std::exception& error) {
@@ -371,8 +363,6 @@ struct WorkerPool::State {
       t_inside = nullptr;
       hold.inside = false;
       account.item_ends(now = now_ns(), hold.cost);
-      item = next >= 0 ? next : take(&sequence);
-      hold.count += item >= 0 && next < 0;
     }
     if (job.streaming_stores) store_fence();
     return true;

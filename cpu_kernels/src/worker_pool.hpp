@@ -2,8 +2,7 @@
 //
 // It knows nothing of attention. A job is a number of items and a function; workers take items by an atomic counter and
 // go on to the next job as soon as no item is left, without waiting for each other. There is no barrier: whoever
-// finishes the last item of a job calls its completion, while the others may be at work on the jobs behind it. As long
-// as there are more items than workers, each worker takes one ahead, so that its data can be prefetched.
+// finishes the last item of a job calls its completion, while the others may be at work on the jobs behind it.
 //
 // Threads spin while there is work or an attached source says that work may come at any moment, and for a short time
 // after; then they sleep until a submit wakes them.
@@ -25,13 +24,13 @@ struct ItemCost {
 
 enum class JobResult { kDone, kFailed, kCancelled };
 
-using RunItem = void (*)(void* context, int item, int next, int worker);
+using RunItem = void (*)(void* context, int item, int worker);
 using CostItem = void (*)(void* context, int item, ItemCost* out);
 
-// `run(context, item, next, worker)` is called once for every item in [0, items), in any order and at the same time on
-// several threads. `next` is the item that the same worker will run after this one, or -1 if it has none yet. `worker`
-// is in [0, WorkerPool::worker_slots()) and no two calls that run at the same time have the same one, so it can index
-// scratch memory. It should not throw; if it does, or ends its thread, the job is reported as failed.
+// `run(context, item, worker)` is called once for every item in [0, items), in any order and at the same time on
+// several threads. `worker` is in [0, WorkerPool::worker_slots()) and no two calls that run at the same time have the
+// same one, so it can index scratch memory. It should not throw; if it does, or ends its thread, the job is reported as
+// failed.
 struct Job {
   int items = 0;
   // How many values of `worker` run() knows, 0 for any: a pool with more threads refuses the job, and a caller of run()
@@ -107,7 +106,7 @@ class WorkerPool {
   // the owner, and after a worker ended inside a job; and whatever the job's begin() throws.
   bool submit(const Job& job, JobFinished finished, void* finished_context, uint64_t* sequence);
 
-  // Takes back the items of a job that no worker has taken. If that leaves none unfinished, the completion is called
+  // Takes back the items of a job that no worker has begun. If that leaves none unfinished, the completion is called
   // from here, else by the worker that is last. Harmless for a finished job.
   void cancel(uint64_t sequence);
 
