@@ -73,9 +73,9 @@ class Plan {
   int workers() const { return workers_; }
   void run_item(const LayerIo& io, int item, int worker);
 
-  // A run of one layer is begin(), every item once, end(true); or, if it is cut short, end(false) when none of its items
-  // runs any more. The workspace belongs to the run between the two: begin() throws std::runtime_error if there is
-  // another one, and clears what one that was cut short has left.
+  // A run of one layer is begin(), every item once, end(true); or, if it is cut short, end(false) when none of its
+  // items runs any more. The workspace belongs to the run between the two: begin() throws std::runtime_error if there
+  // is another one, and clears what one that was cut short has left.
   void begin();
   void end(bool whole);
 
