@@ -22,7 +22,6 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +135,8 @@ def capture(boxes: Boxes, kind: str, by_kernel: bool, stream: torch.cuda.Stream)
     return graph
 
 
-def replay_ms(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, before: Callable[[], None]) -> float:
+def replay_ms(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before()
     with torch.cuda.stream(stream):
         begin.record()
         graph.replay()
@@ -199,7 +197,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     took: dict[str, list[float]] = {kind: [] for kind in graphs}
     for repetition in range(args.repetitions + 3):
         for kind, graph in graphs.items():
-            ms = replay_ms(graph, stream, lambda kind=kind: prepare(kind))
+            prepare(kind)
+            ms = replay_ms(graph, stream)
             if repetition >= 3:  # the first warm up
                 took[kind].append(ms)
         if not service.wait_epoch(epoch, 10) or service.outcome(epoch) != "complete":
