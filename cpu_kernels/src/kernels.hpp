@@ -18,7 +18,7 @@ constexpr float kNoToken = -1e30f;                // running maximum of a row th
 struct Tuning {
   int prefetch_hint = 2;         // 0 none, 1 T0, 2 T1, 3 T2, 4 NTA
   int prefetch_tiles = 1;        // 1 or 2: how many tiles of 64 tokens ahead
-  int min_split_tokens = 256;    // no KV split shorter than this
+  int min_split_tokens = 192;    // no KV split shorter than this
   int min_thread_tokens = 1024;  // tokens x KV heads below which one more thread does not pay
   int splits_per_thread = 2;     // (row, head) runs longer than what is left / (threads * this) are split
   int prefix_min_rows = 2;       // shared prefixes of fewer rows are read per row
