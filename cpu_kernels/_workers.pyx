@@ -153,7 +153,9 @@ cdef extern from "fake_device.hpp" namespace "cpu_kernels" nogil:
         int64_t checked()
         int64_t wrong()
 
-    vector[int64_t] c_measure "cpu_kernels::measure_round_trips"(CService*, uint64_t, int, int, int) except +
+    CJob empty_job(int items)
+    vector[int64_t] c_measure "cpu_kernels::measure_round_trips"(
+        CService*, uint64_t, int, const vector[CJob]&) except +
 
 
 class JobFailed(RuntimeError):
@@ -405,14 +407,20 @@ cdef class Service:
             clean = self.service.close(grace_ns)
         return clean
 
-    def measure_round_trips(self, first_epoch, steps, handoffs, items):
+    def measure_round_trips(self, first_epoch, steps, jobs):
         cdef uint64_t epoch = first_epoch
-        cdef int n = steps, h = handoffs, i = items
+        cdef int n = steps
+        cdef vector[CJob] native
         cdef vector[int64_t] times
-        if n < 1 or h < 1 or i < 0:
-            raise ValueError("steps and handoffs must be at least 1, items at least 0")
+        for job in jobs:
+            if isinstance(job, int):
+                native.push_back(empty_job(job))
+            else:
+                native.push_back(_job(job)[0])
+        if n < 1 or native.empty():
+            raise ValueError("at least one step and one job are needed")
         with nogil:
-            times = c_measure(self.service, epoch, n, h, i)
+            times = c_measure(self.service, epoch, n, native)
         return list(times)
 
 

@@ -411,7 +411,7 @@ def test_a_forked_child_is_told(pool: WorkerPool, service: HandoffService) -> No
 
 def test_round_trips_are_measured(service: HandoffService) -> None:
     for items in (0, 1, 3):
-        times = service.measure_round_trips(steps=3, handoffs=10, items=items)
+        times = service.measure_round_trips(steps=3, jobs=[items] * 10)
         assert len(times) == 30 and all(t > 0 for t in times)
         assert percentile(times, 0) == min(times) and percentile(times, 1) == max(times)
     assert service.status().complete_steps == 9
@@ -425,8 +425,16 @@ def test_the_command_prints_one_line_of_json(
     before = os.sched_getaffinity(0)
     assert workers.main() == 0
     row = json.loads(capsys.readouterr().out)
-    assert row["threads"] == 1 and 0 < row["p50_ns"] <= row["p100_ns"]
+    assert row["threads"] == 1 and row["items"] == 1 and 0 < row["p50_ns"] <= row["p100_ns"]
+    attention = ["--attention", "2x65", "--shape", "8,2,64", "--layers", "3"]
+    monkeypatch.setattr("sys.argv", ["workers", "--threads", "1", "--reserve", "0", "--steps", "2", *attention])
+    assert workers.main() == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["attention"] == "2x65" and 0 < row["p50_ns"] <= row["p100_ns"]
     assert os.sched_getaffinity(0) == before
     monkeypatch.setattr("sys.argv", ["workers", "--threads", "100000"])
     assert workers.main() == 2
     assert "Ask for fewer" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["workers", "--threads", "1", "--reserve", "0", "--attention", "much"])
+    assert workers.main() == 2
+    assert "ROWSxTOKENS" in capsys.readouterr().err
