@@ -28,7 +28,7 @@ class Tuning:
     prefetch_hint: str = "t1"  # none, t0, t1, t2 or nta
     prefetch_tiles: int = 1  # 1 or 2: tiles of 64 tokens ahead
     min_split_tokens: int = 192  # no KV split is shorter
-    min_thread_tokens: int = 256  # tokens x KV heads below which one more thread does not pay
+    min_thread_tokens: int = 16  # tokens x KV heads below which one more thread does not pay
     splits_per_thread: int = 2  # a row longer than a thread's share of what is left / this is split
     prefix_min_rows: int = 2  # a prefix that fewer rows share is read per row
     dot_min_queries: int = 8  # queries per KV head from which bf16 dot products replace fp32 FMA
