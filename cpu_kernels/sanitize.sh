@@ -2,8 +2,14 @@
 # Builds the C++ tests with sanitizers and runs them.
 #   cpu_kernels/sanitize.sh [asan|tsan|plain]...     default: asan tsan
 # asan is AddressSanitizer with UndefinedBehaviorSanitizer. src/tests/test_workers.cpp gets the sources of the worker
-# pool, every other src/tests/test_*.cpp all sources. Environment: CXX; TESTS (names to build and run, default: all);
-# BUILD_DIR (where objects are kept; default: build/sanitize).
+# pool, every other src/tests/test_*.cpp all but the probe. TSan is for what threads do with each other: it gets the
+# scalar kernels only, and not test_kernels, which is about what a single thread computes.
+# Environment:
+#   CXX      the compiler
+#   TESTS    names to build and run; default: all
+#   ISAS     whose kernels to build; default: scalar, and the software tiles, whose code is that of AVX2 and AMX; all: of
+#            every instruction set (minutes of compiling)
+#   BUILD_DIR  where objects are kept; default: build/sanitize
 set -euo pipefail
 cd "$(dirname "$0")/src"
 CXX=${CXX:-g++}
@@ -31,19 +37,36 @@ compile() {
       printf '%s\0%s\0' "$source" "$object"
     fi
   done | xargs -0 -r -n 2 -P "$(nproc)" sh -c \
-    'exec "$1" -std=c++17 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -pthread -I. $2 -c "$3" -o "$4"' sh "$CXX" "$extra"
+    'exec "$1" -std=c++17 -O1 -g1 -fno-omit-frame-pointer -Wall -Wextra -pthread -I. $2 -c "$3" -o "$4"' sh "$CXX" "$extra"
 }
 
 newest_header=$(find . -name '*.hpp' -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2-)
 for kind in "$@"; do
+  isas=${ISAS:-scalar amx_shim}
+  [ "$kind" != tsan ] || isas=scalar
   extra=$(flags "$kind")
-  out=$build_dir/$kind
+  if [ "$isas" = all ]; then
+    kernels=(*/kernels.cpp)
+  else
+    kernels=() tables=
+    for isa in $isas; do
+      kernels+=("$isa/kernels.cpp")
+      tables+="&$isa::kTable,"
+    done
+    extra+=" -DCPU_KERNELS_ONLY=$tables"
+  fi
+  out=$build_dir/$kind-${isas// /-}
   mkdir -p "$out"
   for test in tests/test_*.cpp; do
     name=$(basename "$test" .cpp)
     if [ -n "${TESTS:-}" ] && [[ " $TESTS " != *" $name "* ]]; then continue; fi
+    if [ "$kind $name" = "tsan test_kernels" ]; then continue; fi
     sources=("$test" "${workers[@]}")
-    [ "$name" = test_workers ] || sources=("$test" *.cpp */kernels.cpp)
+    if [ "$name" != test_workers ]; then
+      for source in *.cpp "${kernels[@]}"; do
+        [[ " ${workers[*]} probe.cpp " == *" $source "* ]] || sources+=("$source")
+      done
+    fi
     compile "${sources[@]}"
     objects=()
     for source in "${sources[@]}"; do objects+=("$(object_of "$source")"); done

@@ -180,25 +180,26 @@ CPU_KERNELS_INLINE const std::uint8_t* query_pointer(const Segment& seg, int i, 
          static_cast<std::int64_t>(i % seg.heads) * head_dim * static_cast<std::int64_t>(type_bytes(type));
 }
 
+// Elements to floats, in blocks whose size the compiler knows and so makes vectors of.
+template <class T>
+CPU_KERNELS_INLINE void read_floats(const std::uint8_t* from, int count, float* to) {
+  for (int d = 0; d < count; d += 16) {
+    T block[16];
+    std::memcpy(block, from + d * sizeof(T), sizeof block);
+    for (int j = 0; j < 16; ++j) to[d + j] = to_float(block[j]);
+  }
+}
+
 // Query i as floats in natural order.
 CPU_KERNELS_INLINE void read_query(const AttendShape& s, const Segment& seg, int i, float* out) {
   const int d = s.layout.head_dim;
   const std::uint8_t* p = query_pointer(seg, i, d, s.query_type);
-  if (s.query_type == Type::f32) {
-    std::memcpy(out, p, d * sizeof(float));
-  } else if (s.query_type == Type::f16) {
-    f16 x;
-    for (int j = 0; j < d; ++j) {
-      std::memcpy(&x, p + 2 * j, 2);
-      out[j] = to_float(x);
-    }
-  } else {
-    bf16 x;
-    for (int j = 0; j < d; ++j) {
-      std::memcpy(&x, p + 2 * j, 2);
-      out[j] = to_float(x);
-    }
-  }
+  if (s.query_type == Type::f32)
+    read_floats<float>(p, d, out);
+  else if (s.query_type == Type::f16)
+    read_floats<f16>(p, d, out);
+  else
+    read_floats<bf16>(p, d, out);
 }
 
 // ---- fp32 arithmetic on keys and values of type T ----------------------------------------------------------------
@@ -790,7 +791,11 @@ void attend_any(const AttendShape& s, const Segment& seg, const Segment* next, S
 
 template <class T>
 CPU_KERNELS_INLINE void scale_out(const float* o, float factor, int head_dim, T* out) {
-  for (int d = 0; d < head_dim; ++d) from_float(o[d] * factor, out + d);
+  for (int d = 0; d < head_dim; d += 16) {  // as in read_floats
+    T block[16];
+    for (int j = 0; j < 16; ++j) from_float(o[d + j] * factor, block + j);
+    std::memcpy(out + d, block, sizeof block);
+  }
 }
 
 void finish(const float* o, const float* m, const float* l, int count, int head_dim, Type type, void* out, float* lse) {
@@ -808,21 +813,25 @@ void finish(const float* o, const float* m, const float* l, int count, int head_
 }
 
 void merge(float* const* o, float* const* m, float* const* l, int parts, int count, int head_dim) {
+  alignas(64) float most[16], sum[16], factor[kMergedParts][16];
   for (int i = 0; i < count; ++i) {
-    float most = m[0][i];
-    for (int p = 1; p < parts; ++p) most = m[p][i] > most ? m[p][i] : most;
-    float sum = 0.f;
+    most[i] = m[0][i];
+    sum[i] = 0.f;
+    for (int p = 1; p < parts; ++p) most[i] = m[p][i] > most[i] ? m[p][i] : most[i];
+  }
+  for (int p = 0; p < parts; ++p) {
+    for (int i = 0; i < 16; ++i) factor[p][i] = i < count && l[p][i] > 0.f ? m[p][i] - most[i] : 2.f * kNoToken;
+    for (int i = 0; i < 16; i += kLanes) store(factor[p] + i, exp2(load(factor[p] + i)));
+    for (int i = 0; i < count; ++i) sum[i] += l[p][i] > 0.f ? factor[p][i] * l[p][i] : 0.f;
+  }
+  for (int i = 0; i < count; ++i) {
     float* to = o[0] + i * head_dim;
-    for (int p = 0; p < parts; ++p) {
-      const float factor = l[p][i] > 0.f ? std::exp2(m[p][i] - most) : 0.f;
-      const float* from = o[p] + i * head_dim;
-      sum += factor * l[p][i];
-      if (p == 0)
-        for (int d = 0; d < head_dim; ++d) to[d] *= factor;
-      else
-        for (int d = 0; d < head_dim; ++d) to[d] += factor * from[d];
+    for (int d = 0; d < head_dim; d += kLanes) {
+      F total = mul(load(to + d), set1(factor[0][i]));
+      for (int p = 1; p < parts; ++p) total = fma(load(o[p] + i * head_dim + d), set1(factor[p][i]), total);
+      store(to + d, total);
     }
-    m[0][i] = most;
-    l[0][i] = sum;
+    m[0][i] = most[i];
+    l[0][i] = sum[i];
   }
 }

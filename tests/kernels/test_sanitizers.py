@@ -1,0 +1,24 @@
+"""The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer. ``make sanitize`` runs them under TSan too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(900)  # mostly compiling: objects are kept in build/sanitize
+def test_the_cpp_tests_are_clean() -> None:
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("needs a C++ compiler")
+    done = subprocess.run(
+        ["bash", "cpu_kernels/sanitize.sh", "asan"], cwd=ROOT, capture_output=True, text=True, timeout=890
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for name in ("test_workers", "test_plan", "test_kernels"):
+        assert f"asan: {name}" in done.stdout
