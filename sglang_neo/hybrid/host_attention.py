@@ -21,17 +21,14 @@ from typing import Any
 
 import torch
 
-from cpu_kernels import _probe
 from cpu_kernels.attention import Plan
-from cpu_kernels.workers import Handoffs, HandoffService, HandoffStatus, Job, Step, WorkerPool
+from cpu_kernels.workers import Handoffs, HandoffService, HandoffStatus, Step, WorkerPool
 from sglang_neo.hybrid.geometry import AttentionGeometry
 from sglang_neo.hybrid.streams import flag_stream
 from sglang_neo.token_manager import HostRow
 
 logger = logging.getLogger(__name__)
 
-#: Boxes in use in turn: the workers may still look at the one before.
-_BOXES = 2
 #: uint32 words in a cache line: flags that share one would bounce between the device's and the CPU's writes.
 _LINE = 16
 
@@ -77,8 +74,11 @@ class HostAttention:
         self._service = HandoffService(workers, timeout_s)
         # Per layer: ready, done, header, each on a line of its own.
         self._flags = torch.zeros((geometry.layers, 3, _LINE), dtype=torch.int32, pin_memory=self._pin)
-        self._boxes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._rows_per_box = 0
+        self._handoffs = Handoffs()
+        for layer in range(geometry.layers):
+            ready, done, header = (self.flag(layer, which) for which in range(3))
+            self._handoffs.add(None, ready, done, header, layer=layer)
+        self._outbox = self._inbox = torch.empty((0, 0), dtype=dtype)
         self._epoch = 0
         self.current: HostStep | None = None
 
@@ -148,18 +148,24 @@ class HostAttention:
             fault = self._service.status().fault
             raise PoisonedStep(fault.message if fault is not None else f"the CPU work of step {epoch} is {outcome}")
 
-    def boxes(self, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Outboxes ``[rows, (q_heads + 2 kv_heads) head_dim]`` and inboxes ``[rows, q_heads head_dim]``, as a ring."""
-        if rows > self._rows_per_box:
-            self._rows_per_box = max(8, 1 << (rows - 1).bit_length())
+    def boxes(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The outbox ``[rows, (q_heads + 2 kv_heads) head_dim]`` and the inbox ``[rows, q_heads head_dim]``.
+
+        All layers use the same: here a layer's answer has been taken out before the next one's questions are put in.
+        """
+        if rows > len(self._outbox):
+            room = max(8, 1 << (rows - 1).bit_length())
             g = self.geometry
             widths = (g.q_heads + 2 * g.kv_heads) * g.head_dim, g.q_heads * g.head_dim
-            outbox, inbox = (
-                torch.empty((_BOXES, self._rows_per_box, width), dtype=self.dtype, pin_memory=self._pin)
-                for width in widths
+            self._outbox, self._inbox = (
+                torch.empty((room, width), dtype=self.dtype, pin_memory=self._pin) for width in widths
             )
-            self._boxes = [(outbox[i], inbox[i]) for i in range(_BOXES)]
-        return [(outbox[:rows], inbox[:rows]) for outbox, inbox in self._boxes]
+        return self._outbox[:rows], self._inbox[:rows]
+
+    @property
+    def handoffs(self) -> Handoffs:
+        """Of one step, in the order of layers, with nothing to do."""
+        return self._handoffs
 
     def flag(self, layer: int, which: int) -> int:
         """Address of a layer's ready (0), done (1) or header (2) word."""
@@ -180,7 +186,7 @@ class HostStep:
     def __init__(self, owner: HostAttention, rows: Sequence[HostRow], index: torch.Tensor, number: int):
         self._owner, self._index, self._number = owner, index, number
         g = owner.geometry
-        self._boxes = owner.boxes(len(rows))
+        self._outbox, self._inbox = owner.boxes(len(rows))
         self._plan = Plan(
             owner.pool.kernel_pool,
             [row.tokens for row in rows],
@@ -196,29 +202,20 @@ class HostStep:
     def descriptor(self, epoch: int) -> Step:
         owner, g = self._owner, self._owner.geometry
         n = len(self._index)
-        handoffs = Handoffs()
-        for layer in range(g.layers):
-            outbox, inbox = self._boxes[layer % _BOXES]
-            heads = outbox.view(n, g.q_heads + 2 * g.kv_heads, g.head_dim)
-            q, k, v = heads.split((g.q_heads, g.kv_heads, g.kv_heads), dim=1)
-            planned = self._plan.job(layer, q, inbox.view(n, g.q_heads, g.head_dim), k=k, v=v)
-            items, run, context, cost = _probe.job_parts(planned.address)
-            handoffs.add(
-                Job(items, run, context, cost=cost, keepalive=planned),
-                owner.flag(layer, 0),
-                owner.flag(layer, 1),
-                owner.flag(layer, 2),
-                layer=layer,
-            )
+        out = self._inbox.view(n, g.q_heads, g.head_dim)
+        packed = self._outbox.view(n, g.q_heads + 2 * g.kv_heads, g.head_dim)
+        q, k, v = packed.split((g.q_heads, g.kv_heads, g.kv_heads), dim=1)
+        q, k, v, out = (x.expand(g.layers, *x.shape) for x in (q, k, v, out))
+        jobs = self._plan.jobs(range(g.layers), q, out, k=k, v=v)
         # One after the other: the jobs of a plan share its workspace.
-        return Step(epoch, self._number, handoffs, overlap=1, keepalive=(self._plan, self._boxes, owner.flags))
+        kept = (self._plan, self._outbox, self._inbox, owner.flags)
+        return Step(epoch, self._number, owner.handoffs.with_jobs(jobs), overlap=1, keepalive=kept)
 
     def send(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Hands over the host rows' part of a layer's ``q, k, v`` (``[batch, ...]``, any head layout)."""
         assert layer == self.sent, f"attention of layer {layer} follows that of layer {self.sent - 1}"
-        outbox = self._boxes[layer % _BOXES][0]
         rows = [x.reshape(x.shape[0], -1).index_select(0, self._index) for x in (q, k, v)]
-        outbox.copy_(torch.cat(rows, dim=1), non_blocking=True)
+        self._outbox.copy_(torch.cat(rows, dim=1), non_blocking=True)
         self._owner.stream.write(self._owner.flag(layer, 2), self._number)
         self._owner.stream.write(self._owner.flag(layer, 0), 1)
         self.sent += 1
@@ -226,9 +223,8 @@ class HostStep:
     def receive(self, layer: int, out: torch.Tensor) -> None:
         """Puts a layer's attention of the host rows where it belongs in ``out`` (``[batch, ...]``)."""
         assert layer == self.received
-        inbox = self._boxes[layer % _BOXES][1]
         self._owner.stream.wait(self._owner.flag(layer, 1), 1)
         self._owner.stream.write(self._owner.flag(layer, 1), 0)
-        answer = inbox.to(out.device, non_blocking=True)
+        answer = self._inbox.to(out.device, non_blocking=True)
         out.view(out.shape[0], -1).index_copy_(0, self._index, answer)
         self.received += 1
