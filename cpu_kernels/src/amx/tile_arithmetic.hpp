@@ -106,11 +106,12 @@ struct TileArithmetic {
   static std::uint8_t* weight_tiles(Work& w, int block) {
     return reinterpret_cast<std::uint8_t*>(w.w16) + block * kWeightBytes;
   }
-  // Where w.s is not used as scores of single queries: scores of the two blocks at hand, weights before they are
-  // transposed, results of products.
-  static float* scores_of(Work& w, int b) { return w.s[0] + b * kTile * 16; }
-  static float* results(Work& w) { return w.s[0] + 2 * kTile * 16; }
-  static std::uint32_t (*lanes(Work& w))[16] { return reinterpret_cast<std::uint32_t(*)[16]>(results(w) + 4 * 256); }
+  // What a tile stores cannot be forwarded to loads, which wait until it is in the cache. So there are two sides of
+  // everything that is stored, scores and then weighted values: while one is filled, the other is used.
+  static float* scores_of(Work& w, int side, int b) { return w.s[0] + (2 * side + b) * kTile * 16; }
+  static float* results(Work& w, int side) { return w.s[0] + side * 4 * 256; }
+  // Weights before they are transposed.
+  static std::uint32_t (*lanes(Work& w))[16] { return reinterpret_cast<std::uint32_t(*)[16]>(w.extra + 2048); }
 
   static void prepare(const AttendShape& s, const Segment& seg, Work& w) {
     const int d = s.layout.head_dim, all = chunks(d), dims = all * 64 / Tiles::kBytes;
@@ -166,8 +167,8 @@ struct TileArithmetic {
 
   // Products of kBlocks blocks with 16 or 32 tokens from t on.
   template <int kBlocks, int kTiles>
-  static CPU_KERNELS_INLINE void scores_at(const AttendShape& s, const Rows& r, Work& w, int block, int t, int bytes,
-                                           Ahead& ahead) {
+  static CPU_KERNELS_INLINE void scores_at(const AttendShape& s, const Rows& r, Work& w, int block, int side, int t,
+                                           int bytes, Ahead& ahead) {
     const int d = s.layout.head_dim, row = d * Tiles::kBytes;
     unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
       unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); });
@@ -186,7 +187,8 @@ struct TileArithmetic {
       ahead.keep_up(bytes);
     }
     unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
-      unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_store<2 * b + x>(scores_of(w, b) + 16 * (t + 16 * x), 64); });
+      unroll<kTiles>([&](auto x)
+                         CPU_KERNELS_LAMBDA { tile_store<2 * b + x>(scores_of(w, side, b) + 16 * (t + 16 * x), 64); });
     });
   }
 
@@ -194,15 +196,23 @@ struct TileArithmetic {
   static void scores(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
     const int score_pace = pace(s, seg.queries, .375f, 2 * chunks(s.layout.head_dim));
     const int softmax_pace = pace(s, seg.queries, .25f, kVectors / 8);
+    int scored = 0, weighted = 0, side = 0;
+    const auto catch_up = [&] {
+      for (int b = 0; weighted < scored; ++b, ++weighted)
+        softmax(s, r, w, weighted, scores_of(w, 1 - side, b), softmax_pace, ahead);
+    };
     for_blocks(seg.queries, [&](auto count, int block) CPU_KERNELS_LAMBDA {
       constexpr int kBlocks = decltype(count)::value;
       for (int t = r.lo(); t < r.hi(); t += 32)
         if (t + 16 < r.hi())
-          scores_at<kBlocks, 2>(s, r, w, block, t, kBlocks * score_pace, ahead);
+          scores_at<kBlocks, 2>(s, r, w, block, side, t, kBlocks * score_pace, ahead);
         else
-          scores_at<kBlocks, 1>(s, r, w, block, t, kBlocks * score_pace, ahead);
-      for (int b = 0; b < kBlocks; ++b) softmax(s, r, w, block + b, scores_of(w, b), softmax_pace, ahead);
+          scores_at<kBlocks, 1>(s, r, w, block, side, t, kBlocks * score_pace, ahead);
+      catch_up();
+      scored += kBlocks;
+      side = 1 - side;
     });
+    catch_up();
   }
 
   // A vector's queries and tokens.
@@ -228,8 +238,7 @@ struct TileArithmetic {
   static CPU_KERNELS_INLINE Wide sum_of_tokens(Wide x) { return kQueries == 16 ? x : add(x, swap_halves(x)); }
 
   // x: scores of one block as the tiles left them, [token][column]; they become [token][query], then weights.
-  static CPU_KERNELS_INLINE void softmax(const AttendShape& s, const Rows& r, Work& w, int block, float* x, int bytes,
-                                         Ahead& ahead) {
+  static void softmax(const AttendShape& s, const Rows& r, Work& w, int block, float* x, int bytes, Ahead& ahead) {
     constexpr int kAtOnce = 4;  // sums that do not wait for each other
     const int first = block * kQueries;
     Wide factor = per_query(w.query_scale + first);
@@ -244,7 +253,7 @@ struct TileArithmetic {
       }
       if constexpr (kTokenScales) y = mul(y, per_token(w.k_scale + i * kVectorTokens));
       if (s.soft_cap > 0.f) {  // tanh(z) = 1 - 2 / (e^(2 z) + 1)
-        const Wide z = mul(y, factor), e = exp2_wide(sub(wide_set1(0.f), max(sub(wide_set1(0.f), z), wide_set1(-126.f))));
+        const Wide z = mul(y, factor), e = exp2_wide(sub(wide_set1(0.f), max(sub(wide_set1(0.f), z), wide_set1(-100.f))));
         y = mul(wide_set1(s.soft_cap * kLog2E), sub(wide_set1(1.f), div(wide_set1(2.f), add(e, wide_set1(1.f)))));
       }
       store(x + 16 * i, y);
@@ -316,11 +325,11 @@ struct TileArithmetic {
     return copy;
   }
 
-  // Adds to the sums of kBlocks blocks the weighted values of kTiles x 16 dims from j on.
+  // The weighted values of kTiles x 16 dims from j on, for kBlocks blocks.
   template <int kBlocks, int kTiles>
-  static CPU_KERNELS_INLINE void values_at(const AttendShape& s, const Segment& seg, Work& w, const std::uint8_t* v,
-                                           int block, int j) {
-    const int d = s.layout.head_dim, row = 4 * d;
+  static CPU_KERNELS_INLINE void values_at(const AttendShape& s, Work& w, const std::uint8_t* v, int block, int j,
+                                           float* to) {
+    const int row = 4 * s.layout.head_dim;
     unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
       unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); });
     });
@@ -331,22 +340,28 @@ struct TileArithmetic {
         unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA { Tiles::template dot<2 * b + x, 4 + b, 6 + x>(); });
       });
     }
-    float* raw = results(w);
     unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
-      unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_store<2 * b + x>(raw + 256 * (2 * b + x), 64); });
+      unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_store<2 * b + x>(to + 256 * (2 * b + x), 64); });
     });
+  }
+
+  // Adds them to the sums, which shrink by alpha before.
+  template <int kBlocks, int kTiles>
+  static CPU_KERNELS_INLINE void add_values(const AttendShape& s, const Segment& seg, const Work& w, int block, int j,
+                                            const float* from) {
+    const int d = s.layout.head_dim;
     for (int b = 0; b < kBlocks; ++b) {
       const int first = (block + b) * kQueries, count = seg.queries - first < kQueries ? seg.queries - first : kQueries;
       for (int q = 0; q < count; ++q) {
         const Wide alpha = wide_set1(w.alpha[first + q]);
         unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA {
-          const float* from = raw + 256 * (2 * b + x) + 16 * q;
+          const float* y_at = from + 256 * (2 * b + x) + 16 * q;
           float* to = seg.o + (first + q) * d + j + 16 * x;
           Wide y;
           if constexpr (kQueries == 16)
-            y = Tiles::single(wide_load(from));
+            y = Tiles::single(wide_load(y_at));
           else
-            y = Tiles::join(wide_load(from), wide_load(from + 128));
+            y = Tiles::join(wide_load(y_at), wide_load(y_at + 128));
           if constexpr (kTokenScales) y = mul(y, wide_set1(w.weight_scale[first + q]));
           store(to, fma(wide_load(to), alpha, y));
         });
@@ -355,17 +370,18 @@ struct TileArithmetic {
   }
 
   static void values(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
-    const int d = s.layout.head_dim, bytes = pace(s, seg.queries, .375f, (d + 31) / 32);
+    const int d = s.layout.head_dim, bytes = pace(s, seg.queries, .375f, (d + 31) / 32), pairs = d / 32;
     const std::uint8_t* v = value_rows(s, r, w.extra);
     for_blocks(seg.queries, [&](auto count, int block) CPU_KERNELS_LAMBDA {
       constexpr int kBlocks = decltype(count)::value;
-      for (int j = 0; j < d; j += 32) {
-        if (j + 16 < d)
-          values_at<kBlocks, 2>(s, seg, w, v, block, j);
-        else
-          values_at<kBlocks, 1>(s, seg, w, v, block, j);
+      for (int i = 0; i < pairs; ++i) {
+        values_at<kBlocks, 2>(s, w, v, block, 32 * i, results(w, i % 2));
+        if (i > 0) add_values<kBlocks, 2>(s, seg, w, block, 32 * (i - 1), results(w, (i - 1) % 2));
         ahead.keep_up(kBlocks * bytes);
       }
+      if (32 * pairs < d) values_at<kBlocks, 1>(s, w, v, block, 32 * pairs, results(w, pairs % 2));
+      if (pairs > 0) add_values<kBlocks, 2>(s, seg, w, block, 32 * (pairs - 1), results(w, (pairs - 1) % 2));
+      if (32 * pairs < d) add_values<kBlocks, 1>(s, seg, w, block, 32 * pairs, results(w, pairs % 2));
     });
   }
 };
