@@ -90,7 +90,7 @@ struct Int8Tiles {
 template <class Tiles>
 struct TileArithmetic {
   static constexpr bool kTokenScales = Tiles::kTokenScales, kOwnSoftmax = true;
-  static constexpr int kQueries = Tiles::kQueries;    // of a block
+  static constexpr int kQueries = Tiles::kQueries;     // of a block
   static constexpr int kVectorTokens = 16 / kQueries;  // of a vector of scores
   static constexpr int kVectors = kTile / kVectorTokens;
   static constexpr int kTileTokens = 64 / Tiles::kBytes;  // of a tile of weights or values
@@ -111,7 +111,7 @@ struct TileArithmetic {
   static float* scores_of(Work& w, int side, int b) { return w.s[0] + (2 * side + b) * kTile * 16; }
   static float* results(Work& w, int side) { return w.s[0] + side * 4 * 256; }
   // Weights before they are transposed.
-  static std::uint32_t (*lanes(Work& w))[16] { return reinterpret_cast<std::uint32_t(*)[16]>(w.extra + 2048); }
+  static std::uint32_t (*lanes(Work& w))[16] { return reinterpret_cast<std::uint32_t (*)[16]>(w.extra + 2048); }
 
   static void prepare(const AttendShape& s, const Segment& seg, Work& w) {
     const int d = s.layout.head_dim, all = chunks(d), dims = all * 64 / Tiles::kBytes;
@@ -170,9 +170,8 @@ struct TileArithmetic {
   static CPU_KERNELS_INLINE void scores_at(const AttendShape& s, const Rows& r, Work& w, int block, int side, int t,
                                            int bytes, Ahead& ahead) {
     const int d = s.layout.head_dim, row = d * Tiles::kBytes;
-    unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
-      unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); });
-    });
+    unroll<kBlocks>(
+        [&](auto b) CPU_KERNELS_LAMBDA { unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); }); });
     for (int c = 0; c < chunks(d); ++c) {
       const bool whole = 64 * c + 64 <= row;
       unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA { tile_load<4 + b>(query_tile(w, block + b, c, d), 64); });
@@ -253,7 +252,8 @@ struct TileArithmetic {
       }
       if constexpr (kTokenScales) y = mul(y, per_token(w.k_scale + i * kVectorTokens));
       if (s.soft_cap > 0.f) {  // tanh(z) = 1 - 2 / (e^(2 z) + 1)
-        const Wide z = mul(y, factor), e = exp2_wide(sub(wide_set1(0.f), max(sub(wide_set1(0.f), z), wide_set1(-100.f))));
+        const Wide z = mul(y, factor),
+                   e = exp2_wide(sub(wide_set1(0.f), max(sub(wide_set1(0.f), z), wide_set1(-100.f))));
         y = mul(wide_set1(s.soft_cap * kLog2E), sub(wide_set1(1.f), div(wide_set1(2.f), add(e, wide_set1(1.f)))));
       }
       store(x + 16 * i, y);
@@ -303,8 +303,8 @@ struct TileArithmetic {
     Tiles::pack(x, per_unit, lanes(w), weight_tiles(w, block));
   }
 
-  // Values of a tile with one stride from group to group: in the page, or copied if they do not lie together or if 16-bit
-  // values of no token, which may be NaN, would be multiplied by a weight of zero.
+  // Values of a tile with one stride from group to group: in the page, or copied if they do not lie together or if
+  // 16-bit values of no token, which may be NaN, would be multiplied by a weight of zero.
   static const std::uint8_t* value_rows(const AttendShape& s, const Rows& r, std::uint8_t* copy) {
     constexpr int kGroup = 4 / Tiles::kBytes;
     const int row = 4 * s.layout.head_dim, lo = r.lo(), hi = r.hi();
@@ -330,9 +330,8 @@ struct TileArithmetic {
   static CPU_KERNELS_INLINE void values_at(const AttendShape& s, Work& w, const std::uint8_t* v, int block, int j,
                                            float* to) {
     const int row = 4 * s.layout.head_dim;
-    unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
-      unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); });
-    });
+    unroll<kBlocks>(
+        [&](auto b) CPU_KERNELS_LAMBDA { unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); }); });
     for (int c = 0; c < kTile / kTileTokens; ++c) {
       unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA { tile_load<4 + b>(weight_tiles(w, block + b) + 1024 * c, 64); });
       unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA {

@@ -156,7 +156,8 @@ inline void split_bf16(const float* from, void* high, void* low) {
 }
 // 16 floats times `factor`, rounded to int8.
 inline void round_int8(const float* from, float factor, void* to) {
-  for (int i = 0; i < 16; ++i) static_cast<std::int8_t*>(to)[i] = static_cast<std::int8_t>(std::lrintf(from[i] * factor));
+  for (int i = 0; i < 16; ++i)
+    static_cast<std::int8_t*>(to)[i] = static_cast<std::int8_t>(std::lrintf(from[i] * factor));
 }
 // 16 floats times `factor`, rounded, as 128 * high + low.
 inline void split_int8(const float* from, float factor, void* high, void* low) {
@@ -316,9 +317,9 @@ CPU_KERNELS_INLINE void pack_int8(const float* p, Wide factor, std::uint32_t* ro
 CPU_KERNELS_INLINE void pack_int8_parts(const float* p, Wide factor, std::uint32_t* rows) {  // 4 tokens, 8 queries
   // Packed, 128-bit lane 0 has queries 0 to 3 of tokens 0 and 2, lane 1 queries 4 to 7 of them, lanes 2 and 3 tokens 1
   // and 3. Ordered: the four tokens of query 0, of query 1, and so on.
-  const __m512i order = _mm512_set_epi16(31, 15, 27, 11, 30, 14, 26, 10, 29, 13, 25, 9, 28, 12, 24, 8, 23, 7, 19, 3, 22, 6, 18, 2, 21, 5, 17, 1, 20, 4, 16, 0);
-  const __m512i x =
-      _mm512_permutexvar_epi16(order, _mm512_packs_epi32(rounded(p, factor), rounded(p + 16, factor)));
+  const __m512i order = _mm512_set_epi16(31, 15, 27, 11, 30, 14, 26, 10, 29, 13, 25, 9, 28, 12, 24, 8, 23, 7, 19, 3, 22,
+                                         6, 18, 2, 21, 5, 17, 1, 20, 4, 16, 0);
+  const __m512i x = _mm512_permutexvar_epi16(order, _mm512_packs_epi32(rounded(p, factor), rounded(p + 16, factor)));
   const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(x, _mm512_set1_epi16(64)), 7);
   const __m512i low = _mm512_sub_epi16(x, _mm512_slli_epi16(high, 7));
   // In 128-bit lane i the high parts of queries 2 i and 2 i + 1, then their low parts.
