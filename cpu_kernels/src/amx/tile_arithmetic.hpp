@@ -193,6 +193,10 @@ struct TileArithmetic {
 
   // Scores of all queries and their softmax; weights end up as tiles.
   static void scores(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
+    if constexpr (kTokenScales) {  // of what is no token, not even one of no weight
+      for (int t = 0; t < r.lo(); ++t) w.v_scale[t] = 0.f;
+      for (int t = r.hi(); t < kTile; ++t) w.v_scale[t] = 0.f;
+    }
     const int score_pace = pace(s, seg.queries, .375f, 2 * chunks(s.layout.head_dim));
     const int softmax_pace = pace(s, seg.queries, .25f, kVectors / 8);
     int scored = 0, weighted = 0, side = 0;
@@ -241,33 +245,38 @@ struct TileArithmetic {
     constexpr int kAtOnce = 4;  // sums that do not wait for each other
     const int first = block * kQueries;
     Wide factor = per_query(w.query_scale + first);
-    for (int i = 0; i < kVectors; ++i) {
-      Wide y;
-      if constexpr (kQueries == 16) {
-        if (!kTokenScales && s.soft_cap == 0.f) break;  // they are what they should be
-        y = Tiles::single(wide_load(x + 16 * i));
-      } else {
-        const Wide a = wide_load(x + 32 * i), b = wide_load(x + 32 * i + 16);
-        y = Tiles::join(first_halves(a, b), second_halves(a, b));
-      }
-      if constexpr (kTokenScales) y = mul(y, per_token(w.k_scale + i * kVectorTokens));
-      if (s.soft_cap > 0.f) {  // tanh(z) = 1 - 2 / (e^(2 z) + 1)
-        const Wide z = mul(y, factor),
-                   e = exp2_wide(sub(wide_set1(0.f), max(sub(wide_set1(0.f), z), wide_set1(-100.f))));
-        y = mul(wide_set1(s.soft_cap * kLog2E), sub(wide_set1(1.f), div(wide_set1(2.f), add(e, wide_set1(1.f)))));
-      }
-      store(x + 16 * i, y);
-    }
-    if (s.soft_cap > 0.f) factor = wide_set1(1.f);
-    for (int t = 0; t < r.first; ++t)
-      for (int q = 0; q < kQueries; ++q) x[t * kQueries + q] = kNoToken;
-    for (int t = r.n; t < kTile; ++t)
-      for (int q = 0; q < kQueries; ++q) x[t * kQueries + q] = kNoToken;
-
     Wide most[kAtOnce];
-    unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA { most[j] = wide_load(x + 16 * j); });
-    for (int i = kAtOnce; i < kVectors; i += kAtOnce)
-      unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA { most[j] = max(most[j], wide_load(x + 16 * (i + j))); });
+    unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA { most[j] = wide_set1(kNoToken); });
+    const bool ready = kQueries == 16 && !kTokenScales && s.soft_cap == 0.f;  // they are what they should be
+    for (int i = 0; i < kVectors && !ready; i += kAtOnce)
+      unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA {
+        Wide y;
+        if constexpr (kQueries == 16) {
+          y = Tiles::single(wide_load(x + 16 * (i + j)));
+        } else {
+          const Wide a = wide_load(x + 32 * (i + j)), b = wide_load(x + 32 * (i + j) + 16);
+          y = Tiles::join(first_halves(a, b), second_halves(a, b));
+        }
+        if constexpr (kTokenScales) y = mul(y, per_token(w.k_scale + (i + j) * kVectorTokens));
+        if (s.soft_cap > 0.f) {  // tanh(z) = 1 - 2 / (e^(2 z) + 1)
+          const Wide z = mul(y, factor);
+          const Wide e = exp2_wide(sub(wide_set1(0.f), max(sub(wide_set1(0.f), z), wide_set1(-100.f))));
+          y = mul(wide_set1(s.soft_cap * kLog2E), sub(wide_set1(1.f), div(wide_set1(2.f), add(e, wide_set1(1.f)))));
+        }
+        store(x + 16 * (i + j), y);
+        most[j] = max(most[j], y);
+      });
+    if (s.soft_cap > 0.f) factor = wide_set1(1.f);
+    const bool partial = r.first > 0 || r.n < kTile;
+    if (partial) {
+      for (int i = 0; i < r.first * kQueries; ++i) x[i] = kNoToken;
+      for (int i = r.n * kQueries; i < kTile * kQueries; ++i) x[i] = kNoToken;
+    }
+    if (partial || ready) {
+      unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA { most[j] = wide_load(x + 16 * j); });
+      for (int i = kAtOnce; i < kVectors; i += kAtOnce)
+        unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA { most[j] = max(most[j], wide_load(x + 16 * (i + j))); });
+    }
     const Wide top = max_of_tokens(max(max(most[0], most[1]), max(most[2], most[3])));
     const Wide old = per_query(w.m + first), now = max(old, mul(top, factor));
     const Wide alpha = exp2_wide(sub(old, now)), shift = sub(wide_set1(0.f), now);
