@@ -8,7 +8,7 @@ CPU_KERNELS_INLINE __m512bh load_bf16(const void* p) { return (__m512bh)_mm512_l
 CPU_KERNELS_INLINE __m512bh round_bf16(const float* p) { return _mm512_cvtne2ps_pbh(load(p + 16), load(p)); }
 
 struct DotArithmetic {
-  static constexpr bool kTokenScales = false;
+  static constexpr bool kTokenScales = false, kOwnSoftmax = false;
 
   static int query_stride(int head_dim) { return round_up(head_dim, 2 * kLanes); }
 

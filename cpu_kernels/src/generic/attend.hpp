@@ -170,7 +170,7 @@ struct Work {
       weight_scale[kMaxQueries];
   alignas(64) float s[kMaxQueries][kTile];           // scores, then weights
   alignas(64) std::int16_t w16[kMaxQueries][kTile];  // weights as int16 or bf16 where the values' arithmetic wants them
-  alignas(64) std::uint8_t extra[16 * 1024];         // for tile arithmetic
+  alignas(64) std::uint8_t extra[32 * 1024];         // for tile arithmetic
   alignas(64) float queries[1];                      // queries in the order and type that the scores want
 };
 static_assert(offsetof(Work, queries) <= kScratchFixed, "scratch_bytes must cover Work");
@@ -407,7 +407,7 @@ struct FloatValues {
 template <class T, bool kSlots>
 struct FloatArithmetic {
   static constexpr bool kPairs = sizeof(T) == 2 && !kSlots;
-  static constexpr bool kTokenScales = false;
+  static constexpr bool kTokenScales = false, kOwnSoftmax = false;
 
   static int query_stride(int head_dim) { return round_up(head_dim, 2 * kLanes); }
 
@@ -585,7 +585,7 @@ struct IntValues {
 };
 
 struct IntArithmetic {
-  static constexpr bool kTokenScales = true;
+  static constexpr bool kTokenScales = true, kOwnSoftmax = false;
   // The largest sum of products must fit int32: 127 * 32767 * 256 = 1.07e9 for keys, 127 * 32767 * 64 for values.
   static constexpr float kQueryMax = 32767.f, kWeightMax = 32767.f;
 
@@ -762,7 +762,7 @@ void attend_with(const AttendShape& s, const Segment& seg, const Segment* next, 
           }
       }
       Arithmetic::scores(s, seg, r, w, ahead);
-      softmax_tile<Arithmetic::kTokenScales>(s, r, seg.queries, w);
+      if constexpr (!Arithmetic::kOwnSoftmax) softmax_tile<Arithmetic::kTokenScales>(s, r, seg.queries, w);
       Arithmetic::values(s, seg, r, w, ahead);
       ahead.rest();
     }
