@@ -32,5 +32,16 @@ timeout 420 python3 -m bench.host_rows_logprobs "$model" --keep "$model/answers"
   | tee "$OUT/logprobs.txt" || status=1
 cp logs/host/*.log "$OUT/server_host.log"
 tail -5 "$OUT/server_host.log"
+if [ -n "${KERNELS:-}" ]; then
+  log "CPU kernels"
+  timeout 60 python3 -m cpu_kernels.calibration > "$OUT/calibration.txt" 2>&1
+  timeout 150 python3 -m cpu_kernels.bench --json "$OUT/kernels.json" --shape 64,8,128 --no-compare --budget 75 \
+    --cases 24x1000 1x1000 64x1024 copies:64x4096 shared:64x4096 --dtypes bf16 int8 int8-fast --threads 1 12 14 16 \
+    > "$OUT/kernels.txt" 2>&1 || status=1
+  cat "$OUT/kernels.txt"
+  python3 -m cpu_kernels.workers --reserve 2 > "$OUT/round_trip.json" 2>&1
+  timeout 40 python3 -m bench.handoff_gpu --threads 14 --repetitions 30 --out "$OUT/handoff_gpu.json" > "$OUT/handoff_gpu.txt" 2>&1
+  cat "$OUT/round_trip.json" "$OUT/handoff_gpu.txt"
+fi
 log "done, exit $status"
 exit $status

@@ -5,7 +5,8 @@
 Serves the same prompts three times: gpu-only with triton (the reference), gpu-only with flashinfer, and ours with
 triton and a device pool too small for them, so that most decode from host memory. In bf16 answers part at near-ties;
 up to there, the log-probabilities of the chosen tokens are compared. Two plain attention backends show the noise; host
-rows must show no more.
+rows must show no more. With ``--storm N``, the small server then gets N more requests, a fifth of which vanish at some
+moment, and afterwards both its pools must be as they were.
 
 Exit codes: 0; 1 if host rows differ more than the two backends do, or did not happen; 2 for bad input.
 """
@@ -21,8 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import requests
+
 from bench.record import provenance
-from bench.servers import NEO, PLAIN, Server, ServerPool, ServerSpec
+from bench.servers import NEO, PLAIN, Server, ServerPool, ServerSpec, generate_body, wait_until
 
 Answer = tuple[list[int], list[float]]  # tokens and their log-probabilities
 
@@ -58,6 +61,38 @@ def compare(reference: list[Answer], got: list[Answer]) -> dict[str, Any]:
     }
 
 
+def storm(server: Server, count: int, vocabulary: int) -> dict[str, Any]:
+    """``count`` streaming requests, every fifth of them dropped by its client; both pools before and after."""
+    before = server.info()["neo"]
+
+    def ask(i: int) -> bool:
+        rng = random.Random(i)
+        ids = [rng.randrange(3, vocabulary) for _ in range(rng.randrange(16, 600))]
+        body = generate_body(input_ids=ids, max_new_tokens=rng.randrange(8, 160), ignore_eos=True, stream=True)
+        leave_at = rng.randrange(0, 60) if i % 5 == 0 else None
+        with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=300) as answer:
+            for n, _ in enumerate(answer.iter_lines()):
+                if n == leave_at:
+                    return False
+        return answer.status_code == 200
+
+    with ThreadPoolExecutor(128) as pool:
+        ended = sum(pool.map(ask, range(count)))
+    # A dropped request is noticed at its next token; then the radix cache is emptied, so that free means free.
+    wait_until(lambda: server.post("/flush_cache", {}).status_code == 200, 120, "an idle server", every=1)
+    after = server.info()["neo"]
+    return {
+        "requests": count,
+        "ended": ended,
+        "dropped": count - ended,
+        "host_tokens": after["host_tokens_total"] - before["host_tokens_total"],
+        "migrations": after["migrations"],
+        "device_kv": after["device_kv"],
+        "host_kv": after["host_kv"],
+        "lost": {pool: after[pool]["total_tokens"] - after[pool]["free_tokens"] for pool in ("device_kv", "host_kv")},
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -68,6 +103,7 @@ def main() -> int:
     parser.add_argument("--pool", type=int, default=26400, help="tokens of the small device pool")
     parser.add_argument("--vocabulary", type=int, default=128000)
     parser.add_argument("--logs", type=Path, default=Path("logs-logprobs"))
+    parser.add_argument("--storm", type=int, default=0, metavar="N", help="more requests, a fifth of them dropped")
     parser.add_argument("--noise-backend", default="flashinfer")
     parser.add_argument("--keep", type=Path, help="folder for the answers of each server, used again if they are there")
     parser.epilog = "What follows -- goes to every server."
@@ -93,6 +129,7 @@ def main() -> int:
     args.logs.mkdir(parents=True, exist_ok=True)
     got: dict[str, list[Answer]] = {}
     neo: dict[str, Any] = {}
+    stormed: dict[str, Any] = {}
     for name, (entry, own_flags) in runs.items():
         (args.logs / name).mkdir(exist_ok=True)
         print(f"{name}: {' '.join(own_flags)}", flush=True)
@@ -105,6 +142,10 @@ def main() -> int:
             got[name] = answers(server, prompts, args.output_len)
             if name == "host":
                 neo = server.info()["neo"]
+                if args.storm:
+                    print(f"storm: {args.storm} requests", flush=True)
+                    stormed = storm(server, args.storm, args.vocabulary)
+                    print(json.dumps(stormed), flush=True)
         if kept:
             kept.parent.mkdir(exist_ok=True)
             kept.write_text(json.dumps(got[name]))
@@ -117,12 +158,16 @@ def main() -> int:
         f"{args.noise_backend} against triton": compare(got["triton"], got["noise"]),
         "host rows against triton": compare(got["triton"], got["host"]),
         "neo": neo,
+        "storm": stormed,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     noise, host = result[f"{args.noise_backend} against triton"], result["host rows against triton"]
     for name in (f"{args.noise_backend} against triton", "host rows against triton"):
         print(f"{name}: {json.dumps(result[name])}")
     print(f"host rows: {neo['host_tokens_total']} of {args.rows * args.output_len} tokens, {neo['migrations']}")
+    if stormed and any(stormed["lost"].values()):
+        print(f"error: KV was lost: {stormed['lost']}", file=sys.stderr)
+        return 1
     if neo["host_tokens_total"] < 0.2 * args.rows * args.output_len:
         print("error: hardly a request decoded from host memory", file=sys.stderr)
         return 1
