@@ -39,9 +39,9 @@ if [ -n "${KERNELS:-}" ]; then
     --cases 24x1000 1x1000 64x1024 copies:64x4096 shared:64x4096 --dtypes bf16 int8 int8-fast --threads 1 12 14 16 \
     > "$OUT/kernels.txt" 2>&1 || status=1
   cat "$OUT/kernels.txt"
-  python3 -m cpu_kernels.workers --reserve 2 > "$OUT/round_trip.json" 2>&1
+  { python3 -m cpu_kernels.workers --reserve 2; python3 -m cpu_kernels.workers --reserve 2 --attention 1x1; } > "$OUT/round_trip.txt" 2>&1
   timeout 40 python3 -m bench.handoff_gpu --threads 14 --repetitions 30 --out "$OUT/handoff_gpu.json" > "$OUT/handoff_gpu.txt" 2>&1
-  cat "$OUT/round_trip.json" "$OUT/handoff_gpu.txt"
+  cat "$OUT/round_trip.txt" "$OUT/handoff_gpu.txt"
 fi
 log "done, exit $status"
 exit $status
