@@ -7,8 +7,8 @@
 # Environment:
 #   CXX      the compiler
 #   TESTS    names to build and run; default: all
-#   ISAS     whose kernels to build; default: scalar, and the software tiles, whose code is that of AVX2 and AMX; all: of
-#            every instruction set (minutes of compiling)
+#   ISAS     whose kernels to build; default: scalar. "scalar amx_shim" adds the code of AVX2 and AMX, the latter with tiles
+#            in software; all: every instruction set. Each takes a minute or more to compile.
 #   BUILD_DIR  where objects are kept; default: build/sanitize
 set -euo pipefail
 cd "$(dirname "$0")/src"
@@ -42,7 +42,7 @@ compile() {
 
 newest_header=$(find . -name '*.hpp' -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2-)
 for kind in "$@"; do
-  isas=${ISAS:-scalar amx_shim}
+  isas=${ISAS:-scalar}
   [ "$kind" != tsan ] || isas=scalar
   extra=$(flags "$kind")
   if [ "$isas" = all ]; then
