@@ -15,7 +15,8 @@
 // Two blocks, and two tiles of keys or values, are multiplied at a time: each tile that is loaded feeds two products.
 // Registers: 2 * b + x the sums of block b and tile x; 4 + b the block's queries or weights; 6 + x keys or values.
 
-// Parts of a block's rows in the results of one product, [16][16], as sums of query q.
+// What depends on the element type: how queries and weights become columns and rows of kParts parts, and how the parts
+// of a product are put together.
 template <int kParts>
 struct Bf16Tiles {
   static constexpr bool kTokenScales = false;
@@ -115,7 +116,7 @@ struct TileArithmetic {
 
   static void prepare(const AttendShape& s, const Segment& seg, Work& w) {
     const int d = s.layout.head_dim, all = chunks(d), dims = all * 64 / Tiles::kBytes;
-    const float scale = std::fabs(s.scale) * (s.soft_cap > 0.f ? 2.f * kLog2E / s.soft_cap : kLog2E);
+    const float scale = s.scale * (s.soft_cap > 0.f ? 2.f * kLog2E / s.soft_cap : kLog2E);
     alignas(64) float natural[256];
     alignas(64) std::uint8_t columns[16][512];
     for (int block = 0; block < blocks(seg.queries); ++block) {
@@ -127,8 +128,6 @@ struct TileArithmetic {
         if (g >= seg.queries) continue;
         read_query(s, seg, g, natural);
         for (int j = d; j < dims; ++j) natural[j] = 0.f;
-        if (s.scale < 0.f)
-          for (int j = 0; j < d; ++j) natural[j] = -natural[j];
         w.query_scale[g] = scale * Tiles::columns(natural, dims, columns[i], columns[(i + 8) % 16]);
       }
       for (int c = 0; c < all; ++c) transpose16(columns[0] + 64 * c, 512, query_tile(w, block, c, d), 64);
