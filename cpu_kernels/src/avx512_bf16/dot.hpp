@@ -25,8 +25,7 @@ struct DotArithmetic {
   }
 
   template <int Q>
-  static CPU_KERNELS_INLINE void scores_of(const Rows& r, const std::uint16_t* q, int stride, int head_dim, float* s,
-                                           Ahead& ahead) {
+  static void scores_of(const Rows& r, const std::uint16_t* q, int stride, int head_dim, float* s, Ahead& ahead) {
     constexpr int kTokens = score_tokens(Q);
     for (int t = r.lo(); t < r.n; t += kTokens) {
       ahead.keep_up(kTokens * head_dim * 2);
@@ -49,26 +48,9 @@ struct DotArithmetic {
 
   static void scores(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
     const int d = s.layout.head_dim, stride = query_stride(d);
-    for (int g = 0; g < seg.queries;) {
-      const std::uint16_t* q = reinterpret_cast<const std::uint16_t*>(w.queries) + g * stride;
-      switch (seg.queries - g) {
-        case 1:
-          scores_of<1>(r, q, stride, d, w.s[g], ahead);
-          g += 1;
-          break;
-        case 2:
-          scores_of<2>(r, q, stride, d, w.s[g], ahead);
-          g += 2;
-          break;
-        case 3:
-          scores_of<3>(r, q, stride, d, w.s[g], ahead);
-          g += 3;
-          break;
-        default:
-          scores_of<4>(r, q, stride, d, w.s[g], ahead);
-          g += 4;
-      }
-    }
+    for_query_blocks(seg.queries, [&](int g, auto count) CPU_KERNELS_LAMBDA {
+      scores_of<count>(r, reinterpret_cast<const std::uint16_t*>(w.queries) + g * stride, stride, d, w.s[g], ahead);
+    });
   }
 
   // Weights as bf16, in w.w16 and in token order: neighbours are the two tokens of a pair.
@@ -113,14 +95,20 @@ struct DotArithmetic {
     }
   };
 
+  template <int Q>
+  static void values_of(const Values& block) {
+    value_passes<Values, Q, value_vectors(Q)>(block, block.head_dim, 0);
+  }
+
   static void values(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
     const int d = s.layout.head_dim;
     round_weights(r, seg.queries, w);
     rescale(w.alpha, seg.queries, d, seg.o);
     for (int t = r.lo(); t < r.n; t += kValueTokens) {
       const int first = t > r.first ? t : r.first, n = t + kValueTokens < r.n ? t + kValueTokens : r.n;
-      value_queries(seg.queries, d,
-                    [&](int g) CPU_KERNELS_LAMBDA { return Values{r, first, n, w.w16 + g, seg.o + g * d, d, ahead}; });
+      for_query_blocks(seg.queries, [&](int g, auto count) CPU_KERNELS_LAMBDA {
+        values_of<count>({r, first, n, w.w16 + g, seg.o + g * d, d, ahead});
+      });
     }
   }
 };
