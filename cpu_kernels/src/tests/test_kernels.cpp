@@ -160,7 +160,7 @@ void attends(const KernelTable& kernels, const Case& c) {
       }
       const float got = lse[row * q_heads + h];
       if (total > 0)
-        CHECK(std::fabs(got - (most + std::log(total))) < 1e-2);
+        CHECK(std::fabs(got - (most + std::log(total))) < (c.accurate_int8 ? 1e-2 : 5e-2));
       else
         CHECK(std::isinf(got) && got < 0);
     }
