@@ -18,7 +18,9 @@ def _mib(size: int) -> str:
 def _arithmetic(isa: str, dtype: str, tuning: Tuning) -> str:
     """How an instruction set attends to keys and values of an element type."""
     if dtype == "int8":
-        return "16-bit integer products" if tuning.accurate_int8 else "8-bit integer products where faster"
+        if isa not in tuning_files.BYTE_ISAS:
+            return "16-bit integer products"
+        return "16-bit integer products, 8-bit ones with accurate_int8=False"
     parts = ["fp32"]
     if dtype == "bfloat16" and isa in tuning_files.DOT_ISAS:
         parts.append(f"bf16 dot products from {tuning.dot_min_queries} queries per KV head")
