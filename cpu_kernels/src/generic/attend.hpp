@@ -59,30 +59,38 @@ void find_rows(const AttendShape& s, const Segment& seg, int tile, Rows* r) {
   }
 }
 
-template <int kLocality>
-CPU_KERNELS_INLINE void prefetch_lines(const std::uint8_t* from, const std::uint8_t* to) {
-  for (; from < to; from += 64) __builtin_prefetch(from, 0, kLocality);
-}
-
-CPU_KERNELS_INLINE void prefetch(const std::uint8_t* from, const std::uint8_t* to, int hint) {
+CPU_KERNELS_INLINE void prefetch_line(const std::uint8_t* p, int hint) {
   switch (hint) {
     case 1:
-      return prefetch_lines<3>(from, to);
+      return __builtin_prefetch(p, 0, 3);
     case 2:
-      return prefetch_lines<2>(from, to);
+      return __builtin_prefetch(p, 0, 2);
     case 3:
-      return prefetch_lines<1>(from, to);
+      return __builtin_prefetch(p, 0, 1);
     case 4:
-      return prefetch_lines<0>(from, to);
+      return __builtin_prefetch(p, 0, 0);
     default:
       return;
   }
 }
 
+// Bytes that a loop prefetches itself, a few lines in each of its iterations; none if `at` is null.
+struct Lines {
+  const std::uint8_t* at;
+  int hint;
+
+  template <int kBytes>
+  CPU_KERNELS_INLINE void prefetch(int offset) const {
+    if (at != nullptr)
+      unroll<kBytes / 64>([&](auto i) CPU_KERNELS_LAMBDA { prefetch_line(at + offset + 64 * i, hint); });
+  }
+};
+
 // Prefetches a tile's keys, then its values, in the order of their addresses (which the hardware's own prefetchers
-// follow) and at the pace at which the current tile's bytes are used.
+// follow) and at the pace at which the current tile's bytes are used: a CPU that waits for as many lines as it can
+// drops further prefetches, so those that come in bursts are in part lost.
 struct Ahead {
-  static constexpr int kBlock = 512;
+  static constexpr int kBlock = 256;
 
   const Rows* rows = nullptr;  // null: nothing to prefetch
   int hint = 0;
@@ -104,10 +112,8 @@ struct Ahead {
     end_token = tile->hi();
     if (s.layout.type == Type::i8)
       for (int t = token; t < end_token; t += 16) {
-        const auto* k = reinterpret_cast<const std::uint8_t*>(tile->k_scale[t / 16]);
-        const auto* v = reinterpret_cast<const std::uint8_t*>(tile->v_scale[t / 16]);
-        prefetch(k, k + 64, hint);
-        prefetch(v, v + 64, hint);
+        prefetch_line(reinterpret_cast<const std::uint8_t*>(tile->k_scale[t / 16]), hint);
+        prefetch_line(reinterpret_cast<const std::uint8_t*>(tile->v_scale[t / 16]), hint);
       }
     next_span();
   }
@@ -130,23 +136,38 @@ struct Ahead {
     return true;
   }
 
-  // `bytes` more are to be prefetched.
-  void go_on(int bytes) {
+  // Prefetches `bytes` more.
+  __attribute__((noinline)) void go_on(int bytes) {
+    __asm__ volatile("");  // or GCC drops calls: to it, a function that only prefetches has no effect
     while (rows != nullptr && bytes > 0) {
       const std::uint8_t* to = end - at > bytes ? at + bytes : end;
-      prefetch(at, to, hint);
       bytes -= static_cast<int>(to - at);
+      for (; at < to; at += 64) prefetch_line(at, hint);
       at = to;
       if (at == end) next_span();
     }
   }
 
-  // `bytes` of the current tile are being used.
+  // `bytes` of the current tile are being used, by a loop without prefetches.
   CPU_KERNELS_INLINE void keep_up(int bytes) {
+    if (rows == nullptr) return;
     budget += bytes;
     if (budget < kBlock) return;
     go_on(budget);
     budget = 0;
+  }
+
+  // The same, by a loop that prefetches what this returns. Bytes that do not lie together are prefetched here.
+  CPU_KERNELS_INLINE Lines take(int bytes) {
+    if (rows == nullptr) return {nullptr, 0};
+    if (end - at < bytes) {
+      go_on(bytes);
+      return {nullptr, 0};
+    }
+    const Lines lines{at, hint};
+    at += bytes;
+    if (at == end) next_span();
+    return lines;
   }
 
   void rest() { go_on(1 << 30); }
@@ -216,7 +237,7 @@ CPU_KERNELS_INLINE void read_query(const AttendShape& s, const Segment& seg, int
 
 template <class T, int Q>
 CPU_KERNELS_INLINE void float_scores_block(const std::uint8_t* const* rows, const float* q, int q_stride, int head_dim,
-                                           float* s) {
+                                           float* s, Lines ahead) {
   constexpr int kTokens = score_tokens(Q);
   F acc[Q * kTokens];
   const T* k[kTokens];
@@ -224,6 +245,7 @@ CPU_KERNELS_INLINE void float_scores_block(const std::uint8_t* const* rows, cons
   unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { k[t] = reinterpret_cast<const T*>(rows[t]); });
   int d = 0;
   for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
+    ahead.prefetch<2 * kLanes * kTokens * sizeof(T)>(d * kTokens * static_cast<int>(sizeof(T)));
     if constexpr (Q <= 2) {  // few queries stay in registers, and keys pass by
       F x[2 * Q];
       unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
@@ -253,7 +275,8 @@ CPU_KERNELS_INLINE void float_scores_block(const std::uint8_t* const* rows, cons
     }
   }
   if constexpr (2 * kLanes > 16) {  // head_dim is a multiple of 16
-    if (d < head_dim)
+    if (d < head_dim) {
+      ahead.prefetch<kLanes * kTokens * sizeof(T)>(d * kTokens * static_cast<int>(sizeof(T)));
       unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
         const Two x = load_split_half(k[t] + d);
         unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
@@ -261,6 +284,7 @@ CPU_KERNELS_INLINE void float_scores_block(const std::uint8_t* const* rows, cons
           a = fma(x.b, load(q + g * q_stride + d + kLanes), fma(x.a, load(q + g * q_stride + d), a));
         });
       });
+    }
   }
   reduce_store<Q, kTokens>(acc, s);
 }
@@ -269,8 +293,8 @@ template <class T, int Q>
 void float_scores(const Rows& r, const float* q, int q_stride, int head_dim, float* s, Ahead& ahead) {
   constexpr int kTokens = score_tokens(Q);
   for (int t = r.lo(); t < r.n; t += kTokens) {
-    ahead.keep_up(kTokens * head_dim * static_cast<int>(sizeof(T)));
-    float_scores_block<T, Q>(r.k + t, q, q_stride, head_dim, s + t);
+    const Lines lines = ahead.take(kTokens * head_dim * static_cast<int>(sizeof(T)));
+    float_scores_block<T, Q>(r.k + t, q, q_stride, head_dim, s + t, lines);
   }
 }
 
@@ -309,11 +333,13 @@ CPU_KERNELS_INLINE void add_weighted(F (&acc)[Q * kVectors], const F (&x)[kVecto
 // Values of tokens [first, n), interleaved in pairs, 16-bit.
 template <class T, int Q, int kVectors>
 CPU_KERNELS_INLINE void pair_values_block(const Rows& r, int first, int n, const float (*p)[kTile], float* o,
-                                          int head_dim, int d) {
+                                          int head_dim, int d, Lines ahead) {
   F acc[Q * kVectors];
   load_sums<Q, kVectors>(acc, o + d, head_dim);
+  constexpr int kBytes = 2 * kVectors * kLanes * static_cast<int>(sizeof(T));
   const int pairs = n / 2;
   for (int i = first / 2; i < pairs; ++i) {
+    ahead.prefetch<kBytes>((i - first / 2) * kBytes);
     const T* v = reinterpret_cast<const T*>(r.v[i]) + 2 * d;
     if constexpr (Q <= 2) {
       F w[2 * Q];
@@ -377,11 +403,13 @@ struct FloatValues {
   Ahead& ahead;
   template <int Q, int kVectors>
   CPU_KERNELS_INLINE void run(int d) const {
-    ahead.keep_up((n - first) * kVectors * kLanes * static_cast<int>(sizeof(T)));
-    if constexpr (kPairs)
-      pair_values_block<T, Q, kVectors>(r, first, n, p, o, head_dim, d);
-    else
+    const int bytes = (n - first) * kVectors * kLanes * static_cast<int>(sizeof(T));
+    if constexpr (kPairs) {
+      pair_values_block<T, Q, kVectors>(r, first, n, p, o, head_dim, d, ahead.take(bytes));
+    } else {
+      ahead.keep_up(bytes);
       row_values_block<T, Q, kVectors>(r, first, n, p, o, head_dim, d);
+    }
   }
 };
 
@@ -443,7 +471,7 @@ struct FloatArithmetic {
 
 template <int Q>
 CPU_KERNELS_INLINE void int_scores_block(const std::uint8_t* const* rows, const std::int16_t* q, int q_stride,
-                                         int head_dim, float* s) {
+                                         int head_dim, float* s, Lines ahead) {
   constexpr int kTokens = score_tokens(Q);
   I acc[Q * kTokens];
   const std::int8_t* k[kTokens];
@@ -451,6 +479,7 @@ CPU_KERNELS_INLINE void int_scores_block(const std::uint8_t* const* rows, const 
   unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { k[t] = reinterpret_cast<const std::int8_t*>(rows[t]); });
   int d = 0;
   for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
+    ahead.prefetch<4 * kLanes * kTokens>(d * kTokens);
     if constexpr (Q <= 2) {
       I x[2 * Q];
       unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
@@ -496,8 +525,8 @@ template <int Q>
 void int_scores(const Rows& r, const std::int16_t* q, int q_stride, int head_dim, float* s, Ahead& ahead) {
   constexpr int kTokens = score_tokens(Q);
   for (int t = r.lo(); t < r.n; t += kTokens) {
-    ahead.keep_up(kTokens * head_dim);
-    int_scores_block<Q>(r.k + t, q, q_stride, head_dim, s + t);
+    const Lines lines = ahead.take(kTokens * head_dim);
+    int_scores_block<Q>(r.k + t, q, q_stride, head_dim, s + t, lines);
   }
 }
 
@@ -525,9 +554,11 @@ struct IntValues {
   CPU_KERNELS_INLINE void run(int d) const {
     I acc[Q * kVectors];
     unroll<Q * kVectors>([&](auto i) CPU_KERNELS_LAMBDA { acc[i] = izero(); });
-    ahead.keep_up((n - first) * kVectors * kLanes);
+    constexpr int kBytes = 4 * kVectors * kLanes;
+    const Lines lines = ahead.take((n - first) * kVectors * kLanes);
     const int quads = (n + 3) / 4;
     for (int i = first / 4; i < quads; ++i) {
+      lines.prefetch<kBytes>((i - first / 4) * kBytes);
       const std::int8_t* v = reinterpret_cast<const std::int8_t*>(r.v[i]) + 4 * d;
       if constexpr (Q <= 2) {
         I w[2 * Q];
