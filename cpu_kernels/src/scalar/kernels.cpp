@@ -1,5 +1,6 @@
 #include "../generic/headers.hpp"
 
+CPU_KERNELS_BUILD_FAST
 namespace cpu_kernels {
 namespace scalar {
 namespace {
