@@ -4,7 +4,7 @@
 
 template <int Q>
 CPU_KERNELS_INLINE void byte_scores_block(const std::uint8_t* const* rows, const std::uint8_t* q, int q_stride,
-                                          int head_dim, float* s) {
+                                          int head_dim, float* s, Lines ahead) {
   constexpr int kTokens = score_tokens(Q), kBytes = 4 * kLanes;
   I acc[Q * kTokens];
   const std::uint8_t* k[kTokens];
@@ -32,9 +32,15 @@ CPU_KERNELS_INLINE void byte_scores_block(const std::uint8_t* const* rows, const
     }
   };
   int d = 0;
-  for (; d + kBytes <= head_dim; d += kBytes) step(d, [](auto p) CPU_KERNELS_LAMBDA { return load8(p); });
+  for (; d + kBytes <= head_dim; d += kBytes) {
+    ahead.prefetch<kBytes * kTokens>(d * kTokens);
+    step(d, [](auto p) CPU_KERNELS_LAMBDA { return load8(p); });
+  }
   if constexpr (kBytes > 16) {  // head_dim is a multiple of 16
-    if (d < head_dim) step(d, [&](auto p) CPU_KERNELS_LAMBDA { return load8_part(p, head_dim - d); });
+    if (d < head_dim) {
+      ahead.prefetch<kBytes / 2 * kTokens>(d * kTokens);
+      step(d, [&](auto p) CPU_KERNELS_LAMBDA { return load8_part(p, head_dim - d); });
+    }
   }
   reduce_store<Q, kTokens>(acc, s);
 }
@@ -43,8 +49,8 @@ template <int Q>
 void byte_scores(const Rows& r, const std::uint8_t* q, int q_stride, int head_dim, float* s, Ahead& ahead) {
   constexpr int kTokens = score_tokens(Q);
   for (int t = r.lo(); t < r.n; t += kTokens) {
-    ahead.keep_up(kTokens * head_dim);
-    byte_scores_block<Q>(r.k + t, q, q_stride, head_dim, s + t);
+    const Lines lines = ahead.take(kTokens * head_dim);
+    byte_scores_block<Q>(r.k + t, q, q_stride, head_dim, s + t, lines);
   }
 }
 
@@ -61,9 +67,11 @@ struct ByteValues {
   CPU_KERNELS_INLINE void run(int d) const {
     I acc[Q * kVectors];
     unroll<Q * kVectors>([&](auto i) CPU_KERNELS_LAMBDA { acc[i] = izero(); });
-    ahead.keep_up((n - first) * kVectors * kLanes);
+    constexpr int kBytes = 4 * kVectors * kLanes;
+    const Lines lines = ahead.take((n - first) * kVectors * kLanes);
     const int quads = (n + 3) / 4;
     for (int i = first / 4; i < quads; ++i) {
+      lines.prefetch<kBytes>((i - first / 4) * kBytes);
       const std::uint8_t* v = r.v[i] + 4 * d;
       I x[kVectors];
       unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load8(v + 4 * j * kLanes); });
