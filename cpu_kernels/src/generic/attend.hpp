@@ -59,16 +59,22 @@ void find_rows(const AttendShape& s, const Segment& seg, int tile, Rows* r) {
   }
 }
 
-CPU_KERNELS_INLINE void prefetch_line(const std::uint8_t* p, int hint) {
+template <int kLines, int kLocality>
+CPU_KERNELS_INLINE void prefetch_as(const std::uint8_t* p) {
+  unroll<kLines>([&](auto i) CPU_KERNELS_LAMBDA { __builtin_prefetch(p + 64 * i, 0, kLocality); });
+}
+
+template <int kLines>
+CPU_KERNELS_INLINE void prefetch_lines(const std::uint8_t* p, int hint) {
   switch (hint) {
     case 1:
-      return __builtin_prefetch(p, 0, 3);
+      return prefetch_as<kLines, 3>(p);
     case 2:
-      return __builtin_prefetch(p, 0, 2);
+      return prefetch_as<kLines, 2>(p);
     case 3:
-      return __builtin_prefetch(p, 0, 1);
+      return prefetch_as<kLines, 1>(p);
     case 4:
-      return __builtin_prefetch(p, 0, 0);
+      return prefetch_as<kLines, 0>(p);
     default:
       return;
   }
@@ -81,8 +87,7 @@ struct Lines {
 
   template <int kBytes>
   CPU_KERNELS_INLINE void prefetch(int offset) const {
-    if (at != nullptr)
-      unroll<kBytes / 64>([&](auto i) CPU_KERNELS_LAMBDA { prefetch_line(at + offset + 64 * i, hint); });
+    if (at != nullptr) prefetch_lines<kBytes / 64>(at + offset, hint);
   }
 };
 
@@ -112,8 +117,8 @@ struct Ahead {
     end_token = tile->hi();
     if (s.layout.type == Type::i8)
       for (int t = token; t < end_token; t += 16) {
-        prefetch_line(reinterpret_cast<const std::uint8_t*>(tile->k_scale[t / 16]), hint);
-        prefetch_line(reinterpret_cast<const std::uint8_t*>(tile->v_scale[t / 16]), hint);
+        prefetch_lines<1>(reinterpret_cast<const std::uint8_t*>(tile->k_scale[t / 16]), hint);
+        prefetch_lines<1>(reinterpret_cast<const std::uint8_t*>(tile->v_scale[t / 16]), hint);
       }
     next_span();
   }
@@ -142,7 +147,7 @@ struct Ahead {
     while (rows != nullptr && bytes > 0) {
       const std::uint8_t* to = end - at > bytes ? at + bytes : end;
       bytes -= static_cast<int>(to - at);
-      for (; at < to; at += 64) prefetch_line(at, hint);
+      for (; at < to; at += 64) prefetch_lines<1>(at, hint);
       at = to;
       if (at == end) next_span();
     }
