@@ -4,6 +4,7 @@
 
 #if defined(__x86_64__)
 
+CPU_KERNELS_BUILD_FAST
 CPU_KERNELS_BEGIN_TARGET("avx2,fma,f16c")
 #define CPU_KERNELS_HAVE_F16C 1
 namespace cpu_kernels {

@@ -160,7 +160,7 @@ void attends(const KernelTable& kernels, const Case& c) {
       }
       const float got = lse[row * q_heads + h];
       if (total > 0)
-        CHECK(std::fabs(got - (most + std::log(total))) < 1e-2);
+        CHECK(std::fabs(got - (most + std::log(total))) < (c.accurate_int8 ? 1e-2 : 5e-2));
       else
         CHECK(std::isinf(got) && got < 0);
     }
@@ -178,7 +178,10 @@ void all_cases(const KernelTable& kernels) {
     for (int dim : {16, 64, 80, 96, 128, 256})
       for (int heads : {1, 2, 3, 5, 8, 16}) {
         attends(kernels, {type, dim, 2, heads, 64, lengths, 0, 1, 0, false});
-        if (type != Type::i8) attends(kernels, {type, dim, 2, heads, 64, lengths, 0, 1, 40, true});
+        if (type == Type::i8)
+          attends(kernels, {type, dim, 2, heads, 64, lengths, 0, 1, 0, false, false});
+        else
+          attends(kernels, {type, dim, 2, heads, 64, lengths, 0, 1, 40, true});
       }
   for (Type type : {Type::f32, Type::bf16, Type::i8})
     for (int page : {16, 32, 64, 128})
