@@ -2,7 +2,7 @@
 
     python -m bench.host_rows_logprobs MODEL --out FILE [--rows 64] [--input-len 512] [--output-len 128] [--pool 26400]
 
-Serves the same prompts three times: gpu-only with triton (the reference), gpu-only with flashinfer, and ours with
+Three servers get the same prompts: gpu-only with triton (the reference), gpu-only with flashinfer, and ours with
 triton and a device pool too small for them, so that most decode from host memory. In bf16 answers part at near-ties;
 up to there, the log-probabilities of the chosen tokens are compared. Two plain attention backends show the noise; host
 rows must show no more. With ``--storm N``, the small server then gets N more requests, a fifth of which vanish at some
@@ -14,6 +14,7 @@ Exit codes: 0; 1 if host rows differ more than the two backends do, or did not h
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
@@ -105,7 +106,6 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path("logs-logprobs"))
     parser.add_argument("--storm", type=int, default=0, metavar="N", help="more requests, a fifth of them dropped")
     parser.add_argument("--noise-backend", default="flashinfer")
-    parser.add_argument("--keep", type=Path, help="folder for the answers of each server, used again if they are there")
     parser.epilog = "What follows -- goes to every server."
     argv = sys.argv[1:]
     split = argv.index("--") if "--" in argv else len(argv)
@@ -130,25 +130,22 @@ def main() -> int:
     got: dict[str, list[Answer]] = {}
     neo: dict[str, Any] = {}
     stormed: dict[str, Any] = {}
-    for name, (entry, own_flags) in runs.items():
-        (args.logs / name).mkdir(exist_ok=True)
-        print(f"{name}: {' '.join(own_flags)}", flush=True)
-        kept = args.keep / f"{name}.json" if args.keep else None
-        if kept and kept.is_file() and name != "host":
-            got[name] = [(tokens, logprobs) for tokens, logprobs in json.loads(kept.read_text())]
-            continue
-        with ServerPool(args.logs / name).starting(ServerSpec(args.model, (*common, *own_flags), entry)) as server:
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for name, (entry, own_flags) in runs.items():  # all at once: nothing here is about speed
+            (args.logs / name).mkdir(exist_ok=True)
+            print(f"{name}: {' '.join(own_flags)}", flush=True)
+            spec = ServerSpec(args.model, (*common, *own_flags), entry)
+            servers[name] = stack.enter_context(ServerPool(args.logs / name).starting(spec))
+        for name, server in servers.items():
             server.wait_ready()
+            print(f"{name}: ready", flush=True)
             got[name] = answers(server, prompts, args.output_len)
-            if name == "host":
-                neo = server.info()["neo"]
-                if args.storm:
-                    print(f"storm: {args.storm} requests", flush=True)
-                    stormed = storm(server, args.storm, args.vocabulary)
-                    print(json.dumps(stormed), flush=True)
-        if kept:
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_text(json.dumps(got[name]))
+        neo = servers["host"].info()["neo"]
+        if args.storm:
+            print(f"storm: {args.storm} requests", flush=True)
+            stormed = storm(servers["host"], args.storm, args.vocabulary)
+            print(json.dumps(stormed), flush=True)
     result = {
         **provenance(),
         "rows": args.rows,
