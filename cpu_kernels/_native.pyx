@@ -133,11 +133,8 @@ cdef extern from "plan.hpp" namespace "cpu_kernels" nogil:
         int workers()
         int units()
         int partials()
-        void run_item(const LayerIo&, int item, int worker)
-        WorkCost item_cost(int item)
         WorkCost total_cost()
         void run(const LayerIo&, int threads) except +
-        void reset()
         cbool can_append()
         const KernelTable& kernels()
         const char* ran(int worker)
@@ -361,24 +358,29 @@ cdef class PlanHandle:
         self.pool = pool
         self.isa = isa
 
-    def job(self, int layer, uintptr_t q, int64_t q_row, uintptr_t out, int64_t out_row, uintptr_t lse,
-            int64_t lse_row, uintptr_t k, int64_t k_row, uintptr_t v, int64_t v_row) -> PlanJob:
-        if layer < 0 or layer >= self.pool.pool.layers:
-            raise IndexError(f"layer {layer} is outside the pool of {self.pool.pool.layers}")
-        if k and not self.plan.get().can_append():
+    def jobs(self, const int32_t[::1] layers, tuple q, tuple out, tuple lse, tuple k, tuple v) -> PlanJobs:
+        """One job per layer; of every array the address and the bytes from layer to layer and from row to row."""
+        cdef Py_ssize_t i
+        cdef LayerIo* io
+        cdef PlanJobs jobs = PlanJobs.__new__(PlanJobs)
+        if k[0] and not self.plan.get().can_append():
             raise ValueError("a row is empty or its last token is in a shared prefix: there is no place for a new k, v")
-        cdef PlanJob job = PlanJob.__new__(PlanJob)
-        job.plan = self
-        job.run_.plan = self.plan.get()
-        cdef LayerIo* io = &job.run_.io
-        io.layer = layer
-        io.q, io.q_row_bytes = <const uint8_t*>q, q_row
-        io.out, io.out_row_bytes = <uint8_t*>out, out_row
-        io.lse, io.lse_row = <float*>lse, lse_row
-        io.k, io.k_row_bytes = <const uint8_t*>k, k_row
-        io.v, io.v_row_bytes = <const uint8_t*>v, v_row
-        job.run_.make_job()
-        return job
+        for i in range(layers.shape[0]):
+            if layers[i] < 0 or layers[i] >= self.pool.pool.layers:
+                raise IndexError(f"layer {layers[i]} is outside the pool of {self.pool.pool.layers}")
+        jobs.plan = self
+        jobs.runs.resize(layers.shape[0])  # once: jobs refer to where they lie
+        for i in range(layers.shape[0]):
+            jobs.runs[i].plan = self.plan.get()
+            io = &jobs.runs[i].io
+            io.layer = layers[i]
+            io.q, io.q_row_bytes = <const uint8_t*>_at(q, i), q[2]
+            io.out, io.out_row_bytes = <uint8_t*>_at(out, i), out[2]
+            io.lse, io.lse_row = <float*>_at(lse, i), lse[2] // sizeof(float)
+            io.k, io.k_row_bytes = <const uint8_t*>_at(k, i), k[2]
+            io.v, io.v_row_bytes = <const uint8_t*>_at(v, i), v[2]
+            jobs.runs[i].make_job()
+        return jobs
 
     @property
     def items(self) -> int:
@@ -401,9 +403,6 @@ cdef class PlanHandle:
         cdef WorkCost cost = self.plan.get().total_cost()
         return cost.bytes, cost.tokens
 
-    def reset(self):
-        self.plan.get().reset()
-
     def ran(self) -> set[str]:
         cdef const char* name
         names = set()
@@ -414,12 +413,42 @@ cdef class PlanHandle:
         return names
 
 
-cdef class PlanJob:
-    """One layer's run of a plan, as a job of worker_pool.hpp. Must outlive the job; keeps the plan alive."""
+cdef uintptr_t _at(tuple array, Py_ssize_t layer) except? 0:
+    cdef uintptr_t address = array[0]
+    return address + layer * <Py_ssize_t>array[1] if address else 0
+
+
+cdef class PlanJobs:
+    """Runs of a plan, one per layer, as jobs of worker_pool.hpp. Must outlive them; keeps the plan alive."""
 
     cdef PlanHandle plan
-    cdef PlanRun run_
+    cdef vector[PlanRun] runs
     cdef public object keep  # the arrays
+
+    def __len__(self):
+        return self.runs.size()
+
+    cdef PlanRun* run_at(self, index) except NULL:
+        if not 0 <= index < <Py_ssize_t>self.runs.size():
+            raise IndexError(f"job {index} of {self.runs.size()}")
+        return &self.runs[<size_t>index]
+
+    def address(self, index) -> int:
+        """Of the ``cpu_kernels::Job`` with that index."""
+        return <uintptr_t>&self.run_at(index).job
+
+    def __getitem__(self, index) -> PlanJob:
+        cdef PlanJob job = PlanJob.__new__(PlanJob)
+        job.run_ = self.run_at(index)
+        job.jobs = self
+        return job
+
+
+cdef class PlanJob:
+    """One of them."""
+
+    cdef PlanJobs jobs
+    cdef PlanRun* run_
 
     @property
     def address(self) -> int:
@@ -429,4 +458,4 @@ cdef class PlanJob:
     def run(self, int threads):
         """Runs all items, on this thread and ``threads`` - 1 more that live for this call."""
         with nogil:
-            self.plan.plan.get().run(self.run_.io, threads)
+            self.run_.plan.run(self.run_.io, threads)

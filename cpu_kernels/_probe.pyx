@@ -14,9 +14,6 @@ cdef extern from "probe.hpp" namespace "cpu_kernels" nogil:
 
     cdef cppclass CJob "cpu_kernels::Job":
         int items
-        void* run
-        void* context
-        void* cost
 
     cdef cppclass CReadJob "cpu_kernels::ReadJob":
         CReadJob(const ReadVariant&, const uint8_t*, size_t, size_t) except +
@@ -71,14 +68,6 @@ cdef class ReadJob:
             raise ValueError(f"threads must be at least 1, not {threads}")
         with nogil:
             run_on_threads(self.native.job(), threads)
-
-
-def job_parts(address):
-    """(items, run, context, cost) of the ``cpu_kernels::Job`` at an address: what cpu_kernels.workers.Job is made of."""
-    cdef const CJob* job = <const CJob*><uintptr_t>address
-    if job == NULL:
-        raise ValueError("null address")
-    return job.items, <uintptr_t>job.run, <uintptr_t>job.context, <uintptr_t>job.cost
 
 
 def fill(address, bytes, pattern, pattern_bytes, int threads=1):

@@ -18,6 +18,7 @@ cdef extern from "worker_pool.hpp" namespace "cpu_kernels" nogil:
 
     cdef cppclass CJob "cpu_kernels::Job":
         int items
+        int workers
         RunItem run
         void* context
         CostItem cost
@@ -152,7 +153,9 @@ cdef extern from "fake_device.hpp" namespace "cpu_kernels" nogil:
         int64_t checked()
         int64_t wrong()
 
-    vector[int64_t] c_measure "cpu_kernels::measure_round_trips"(CService*, uint64_t, int, int, int) except +
+    CJob empty_job(int items)
+    vector[int64_t] c_measure "cpu_kernels::measure_round_trips"(
+        CService*, uint64_t, int, const vector[CJob]&) except +
 
 
 class JobFailed(RuntimeError):
@@ -170,18 +173,20 @@ cdef class Job:
     """``run(context, item, worker)`` for every item in ``range(items)``; see Job in ``src/worker_pool.hpp``.
 
     ``run`` and ``cost`` are the addresses of C functions ``void(void*, int, int)`` and ``void(void*, int, ItemCost*)``
-    (two int64: bytes, tokens), ``context`` is any address. ``keepalive`` is kept as long as the job may run.
+    (two int64: bytes, tokens), ``context`` is any address. ``workers``: how many worker numbers ``run`` knows, 0 for
+    any. ``keepalive`` is kept as long as the job may run.
     """
 
     cdef CJob job
     cdef readonly object keepalive
 
-    def __init__(self, items, run, context=0, *, cost=0, streaming_stores=False, keepalive=None):
+    def __init__(self, items, run, context=0, *, cost=0, workers=0, streaming_stores=False, keepalive=None):
         if items < 0 or items > 0x7fffffff:
             raise ValueError(f"items must be in 0..2147483647, got {items}")
         if items > 0 and not run:
             raise ValueError("a job with items needs a function")
         self.job.items = items
+        self.job.workers = workers
         self.job.run = <RunItem><uintptr_t>run
         self.job.context = <void*><uintptr_t>context
         self.job.cost = <CostItem><uintptr_t>cost
@@ -191,6 +196,19 @@ cdef class Job:
     @property
     def items(self):
         return self.job.items
+
+    @property
+    def address(self):
+        """Of the ``cpu_kernels::Job``."""
+        return <uintptr_t>&self.job
+
+
+cdef const CJob* _job(job) except NULL:
+    """The native job of this or another module's object: whatever has the ``address`` of one."""
+    cdef uintptr_t address = job.address
+    if address == 0 or address % sizeof(void*) != 0:
+        raise ValueError(f"not the address of a job: {address:#x}")
+    return <const CJob*>address
 
 
 cdef class WorkerPool:
@@ -229,12 +247,23 @@ cdef class WorkerPool:
     def refusal(self):
         return self.pool.refusal().decode()
 
-    def run(self, Job job not None, participate=True):
+    def run(self, job, participate=True):
+        """Runs a job (an object with the ``address`` of a ``cpu_kernels::Job``) and returns when all of it is done.
+
+        Args:
+            participate: the calling thread runs items too, unless the job is made for fewer workers.
+
+        Raises:
+            JobFailed: the job threw, or the pool was closed meanwhile.
+            ValueError: the job is made for fewer workers than the pool has.
+            RuntimeError: the pool is closed or lost a worker, or the job cannot begin: a plan that runs already.
+        """
+        cdef const CJob* native = _job(job)
         cdef string message
         cdef JobResult result
         cdef cbool takes_part = participate
         with nogil:
-            result = self.pool.run(job.job, takes_part, &message)
+            result = self.pool.run(native[0], takes_part, &message)
         if result != JobResult.kDone:
             raise JobFailed(message.decode(errors="replace") or "the pool was closed before the job was finished")
 
@@ -255,7 +284,6 @@ cdef class Handoffs:
 
     cdef vector[HandoffJob] jobs
     cdef readonly list keepalive
-    cdef readonly object contexts_keepalive
 
     def __init__(self):
         self.keepalive = []
@@ -263,10 +291,16 @@ cdef class Handoffs:
     def __len__(self):
         return self.jobs.size()
 
-    def add(self, Job job not None, ready, done, header=0, *, layer=0, lane=0):
-        """One more. ``ready``, ``done``, ``header``: addresses of uint32; header 0: the step number is not checked."""
+    def add(self, job, ready, done, header=0, *, layer=0, lane=0):
+        """One more.
+
+        Args:
+            job: an object with the ``address`` of a ``cpu_kernels::Job``, or None: nothing to do, answered at once.
+            ready, done, header: addresses of uint32; header 0: the step number is not checked.
+        """
         cdef HandoffJob h
-        h.job = job.job
+        if job is not None:
+            h.job = _job(job)[0]
         h.ready = <uint32_t*><uintptr_t>ready
         h.done = <uint32_t*><uintptr_t>done
         h.header = <const uint32_t*><uintptr_t>header
@@ -275,26 +309,28 @@ cdef class Handoffs:
         self.keepalive.append(job)
         self.jobs.push_back(h)
 
-    def with_contexts(self, const uint64_t[:] contexts not None, items=None, keepalive=None):
-        """A copy with other contexts (and, if given, another number of items, the same for all): the next step's jobs
-        on the same flags, without a Python call per layer.
+    def with_jobs(self, jobs):
+        """A copy on the same flags with other jobs: the next step.
+
+        Args:
+            jobs: one per hand-off, as ``add`` takes them, such as ``Plan.jobs(...)``.
 
         Raises:
-            ValueError: not one context per hand-off.
+            ValueError: not one job per hand-off.
         """
         cdef Handoffs out = Handoffs()
-        cdef size_t i
-        if <size_t>contexts.shape[0] != self.jobs.size():
-            raise ValueError(f"{contexts.shape[0]} contexts for {self.jobs.size()} hand-offs")
-        if items is not None and items < 0:
-            raise ValueError(f"items must not be negative, got {items}")
+        cdef HandoffJob nothing
+        cdef size_t i, count = self.jobs.size()
+        if <size_t>len(jobs) != count:
+            raise ValueError(f"{len(jobs)} jobs for {count} hand-offs")
         out.jobs = self.jobs
-        for i in range(self.jobs.size()):
-            out.jobs[i].job.context = <void*><uintptr_t>contexts[i]
-            if items is not None:
-                out.jobs[i].job.items = items
-        out.keepalive = list(self.keepalive)
-        out.contexts_keepalive = keepalive
+        for i in range(count):
+            job = jobs[i]
+            if job is None:
+                out.jobs[i].job = nothing.job
+            else:
+                out.jobs[i].job = _job(job)[0]
+            out.keepalive.append(job)
         return out
 
 
@@ -371,14 +407,20 @@ cdef class Service:
             clean = self.service.close(grace_ns)
         return clean
 
-    def measure_round_trips(self, first_epoch, steps, handoffs, items):
+    def measure_round_trips(self, first_epoch, steps, jobs):
         cdef uint64_t epoch = first_epoch
-        cdef int n = steps, h = handoffs, i = items
+        cdef int n = steps
+        cdef vector[CJob] native
         cdef vector[int64_t] times
-        if n < 1 or h < 1 or i < 0:
-            raise ValueError("steps and handoffs must be at least 1, items at least 0")
+        for job in jobs:
+            if isinstance(job, int):
+                native.push_back(empty_job(job))
+            else:
+                native.push_back(_job(job)[0])
+        if n < 1 or native.empty():
+            raise ValueError("at least one step and one job are needed")
         with nogil:
-            times = c_measure(self.service, epoch, n, h, i)
+            times = c_measure(self.service, epoch, n, native)
         return list(times)
 
 

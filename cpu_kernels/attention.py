@@ -27,9 +27,9 @@ class Tuning:
 
     prefetch_hint: str = "t1"  # none, t0, t1, t2 or nta
     prefetch_tiles: int = 1  # 1 or 2: tiles of 64 tokens ahead
-    min_split_tokens: int = 128  # no KV split is shorter
-    min_thread_tokens: int = 256  # tokens x KV heads below which one more thread does not pay
-    splits_per_thread: int = 4  # a row longer than its fair share / this is split
+    min_split_tokens: int = 192  # no KV split is shorter
+    min_thread_tokens: int = 16  # tokens x KV heads below which one more thread does not pay
+    splits_per_thread: int = 2  # a row longer than a thread's share of what is left / this is split
     prefix_min_rows: int = 2  # a prefix that fewer rows share is read per row
     dot_min_queries: int = 8  # queries per KV head from which bf16 dot products replace fp32 FMA
     tile_min_queries: int = 4  # queries per KV head from which matrix tiles are used
@@ -234,11 +234,18 @@ class SlotPool(_Pool):
         )
 
 
-class Workers(Protocol):
-    """A pool of worker threads, see cpu_kernels.workers."""
+class NativeJob(Protocol):
+    """What ``cpu_kernels.workers`` runs: ``address`` is that of a ``cpu_kernels::Job``, valid as long as the object."""
 
-    def run_job(self, address: int) -> None:
-        """Runs the ``cpu_kernels::Job`` at the address to its end."""
+    @property
+    def address(self) -> int: ...
+
+
+class Workers(Protocol):
+    """A pool of worker threads: ``cpu_kernels.workers.WorkerPool``."""
+
+    def run(self, job: NativeJob) -> None:
+        """Runs a job to its end."""
 
 
 #: Page ids of all rows: (offsets [rows + 1], ids) as in a CSR matrix, or one sequence of ids per row.
@@ -267,7 +274,7 @@ class Plan:
         scale: of the scores; default head_dim ** -0.5.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0: they do not.
         window: attend to the last ``window`` tokens of each row only; 0: to all.
-        threads: how many workers the work is cut for; ``run`` uses no more.
+        threads: how many workers the work is cut for, and the most that may run it.
         q_dtype: element type of queries and outputs; default: the pool's, float32 for an int8 pool.
         prefix_groups: runs of tokens whose pages several rows share, as (rows, end) for tokens [0, end) or
             (rows, begin, end). They are read once for all of them.
@@ -349,9 +356,10 @@ class Plan:
         return self.native.ran()
 
     def job(self, layer: int, q: Any, out: Any, lse: Any = None, k: Any = None, v: Any = None) -> _native.PlanJob:
-        """The layer's run as a job for a pool of workers: ``job.address`` is a ``cpu_kernels::Job``.
+        """The layer's run as a job for a pool of workers.
 
-        One job of a plan may run at a time. The job keeps the plan and the arrays alive; keep the job until it ended.
+        It keeps the plan and the arrays alive; keep it until it ended. One job of a plan runs at a time; another is
+        refused (RuntimeError) meanwhile.
 
         Args:
             layer: index of the layer.
@@ -365,32 +373,50 @@ class Plan:
         Raises:
             IndexError: a layer outside the pool. ValueError, TypeError: an array does not fit.
         """
-        heads, dim = self.q_heads, self.pool.head_dim
-        queries = check(q, "q", (self.rows, heads, dim), self.q_dtype, inner=2)
-        outputs = check(out, "out", (self.rows, heads, dim), self.q_dtype, inner=2, writable=True)
-        sums = None if lse is None else check(lse, "lse", (self.rows, heads), "float32", writable=True)
+        return self._jobs((layer,), q, out, lse, k, v, each=False)[0]
+
+    def jobs(
+        self, layers: Sequence[int], q: Any, out: Any, lse: Any = None, k: Any = None, v: Any = None
+    ) -> _native.PlanJobs:
+        """The runs of several layers, made in one go: what the hand-offs of a step refer to.
+
+        ``jobs.address(i)`` and ``jobs[i].address`` is the ``cpu_kernels::Job`` of ``layers[i]``.
+
+        Args:
+            layers: indices of layers.
+            Others: as for job, with a dimension of len(layers) before the others, of any stride. So q, k and v may be
+                views of one packed outbox: ``(address, shape, strides in bytes, element type)``, see
+                :func:`cpu_kernels.arrays.as_array`.
+        """
+        return self._jobs(layers, q, out, lse, k, v, each=True)
+
+    def _jobs(
+        self, layers: Sequence[int], q: Any, out: Any, lse: Any, k: Any, v: Any, *, each: bool
+    ) -> _native.PlanJobs:
         if (k is None) != (v is None):
             raise ValueError("k and v are given together or not at all")
-        new = [(0, 0), (0, 0)]
-        kept: list[Any] = [queries, outputs, sums]
-        if k is not None:
-            for i, (label, data) in enumerate((("k", k), ("v", v))):
-                row = check(data, label, (self.rows, self.pool.kv_heads, dim), self.q_dtype, inner=2)
-                new[i] = (row.address, row.strides[0])
-                kept.append(row)
-        job = self.native.job(
-            layer,
-            queries.address,
-            queries.strides[0],
-            outputs.address,
-            outputs.strides[0],
-            sums.address if sums else 0,
-            sums.strides[0] // 4 if sums else 0,
-            *new[0],
-            *new[1],
+        outer = (len(layers),) if each else ()
+        kept: list[Array] = []
+
+        def place(data: Any, name: str, *shape: int, dtype: str = "", **options: Any) -> tuple[int, int, int]:
+            """Address, bytes from layer to layer, bytes from row to row."""
+            if data is None:
+                return 0, 0, 0
+            array_ = check(data, name, (*outer, self.rows, *shape), dtype or self.q_dtype, **options)
+            kept.append(array_)
+            return array_.address, array_.strides[0] if each else 0, array_.strides[len(outer)]
+
+        heads, new, dim = self.q_heads, self.pool.kv_heads, self.pool.head_dim
+        jobs = self.native.jobs(
+            int32s(layers, "layers"),
+            place(q, "q", heads, dim, inner=2),
+            place(out, "out", heads, dim, inner=2, writable=True),
+            place(lse, "lse", heads, dtype="float32", writable=True),
+            place(k, "k", new, dim, inner=2),
+            place(v, "v", new, dim, inner=2),
         )
-        job.keep = kept
-        return job
+        jobs.keep = kept
+        return jobs
 
     def run(
         self,
@@ -406,8 +432,9 @@ class Plan:
         """Computes the attention of one layer and returns when it is done.
 
         Args:
-            workers: None: the calling thread does all; a number: so many threads, made for this call; else a pool with
-                ``run_job(address)``.
+            workers: None: the calling thread does all; a number: so many threads, made for this call; else a
+                ``cpu_kernels.workers.WorkerPool`` of at most the plan's threads (the calling thread helps if the plan
+                has one more than the pool).
             Others: see job.
         """
         job = self.job(layer, q, out, lse, k, v)
@@ -418,7 +445,7 @@ class Plan:
                 raise ValueError(f"workers must be from 1 to the plan's {self.threads} threads, not {workers}")
             job.run(workers)
         else:
-            workers.run_job(job.address)
+            workers.run(job)
 
 
 _NO_GROUPS = memoryview(bytes(16)).cast("i", (1, 4))[:0]

@@ -112,7 +112,6 @@ class Options:
     shape: Shape
     repetitions: int
     budget: float  # seconds
-    plain_probe: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ class Session:
 
     def probe(self, threads: int) -> ReadProbe:
         if threads not in self.probes:
-            probe = ReadProbe(self.memory, self.make_threads(threads), 128 << 20, self.options.plain_probe)
+            probe = ReadProbe(self.memory, self.make_threads(threads), 128 << 20)
             rate = probe.tried[probe.name] * 1e9
             probe.pass_bytes = min(self.memory.bytes, max(probe.pass_bytes, int(rate * _REPETITION_S / 2) >> 21 << 21))
             self.probes[threads] = probe
@@ -516,7 +515,6 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Options]:
     parser.add_argument("--repetitions", type=int, default=11, metavar="N", help="at most; default: %(default)s")
     parser.add_argument("--budget", type=float, default=42, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument("--no-compare", action="store_true", help="leave PyTorch and llama.cpp out")
-    parser.add_argument("--plain-probe", action="store_true", help="probe with loops of a single stream only")
     args = parser.parse_args(argv)
     if args.dtypes is not None:
         args.dtypes = list(dict.fromkeys(_SHORT.get(d, d) for d in args.dtypes))
@@ -542,7 +540,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Options]:
         plot.require()
     lengths = read_lengths(args.lengths) if args.lengths else None
     entries = tuple(_entries(args, lengths))
-    return args, Options(entries, Shape.parse(args.shape), args.repetitions, args.budget, args.plain_probe)
+    return args, Options(entries, Shape.parse(args.shape), args.repetitions, args.budget)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

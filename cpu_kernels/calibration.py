@@ -175,7 +175,7 @@ def _measure(rig: _Rig, seconds: float) -> tuple[Tuning, list[Trial]]:
         tuning = settings[best]
 
     if rig.threads > 1:
-        sizes = [256 << i for i in range(7)]  # tokens x KV heads of one row
+        sizes = [32 << i for i in range(10)]  # tokens x KV heads of one row
         every = replace(tuning, min_thread_tokens=1, min_split_tokens=1)
         one, two = ([(rig.jobs(1, n // _KV_HEADS, every, threads=k), k) for n in sizes] for k in (1, 2))
         times = rig.compare([c for pair in zip(two, one, strict=True) for c in pair], 0.2 * seconds, each=8)

@@ -17,13 +17,15 @@ def _mib(size: int) -> str:
 
 def _arithmetic(isa: str, dtype: str, tuning: Tuning) -> str:
     """How an instruction set attends to keys and values of an element type."""
-    if dtype == "int8":
-        return "16-bit integer products" if tuning.accurate_int8 else "8-bit integer products where faster"
     parts = ["fp32"]
+    if dtype == "int8":
+        parts = ["16-bit integer products"]
+        if isa in tuning_files.BYTE_ISAS:
+            parts.append("8-bit ones with accurate_int8=False")
     if dtype == "bfloat16" and isa in tuning_files.DOT_ISAS:
         parts.append(f"bf16 dot products from {tuning.dot_min_queries} queries per KV head")
-    if dtype == "bfloat16" and isa in tuning_files.TILE_ISAS:
-        parts.append(f"matrix tiles from {tuning.tile_min_queries}")
+    if dtype in ("bfloat16", "int8") and isa in tuning_files.TILE_ISAS:
+        parts.append(f"matrix tiles from {tuning.tile_min_queries} queries per KV head")
     return ", ".join(parts)
 
 

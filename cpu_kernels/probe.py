@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from cpu_kernels import _probe
+from cpu_kernels.cores import preference, topology
 from cpu_kernels.isa import features
-from cpu_kernels.workers import Job, WorkerPool
+from cpu_kernels.workers import WorkerPool
 
 HUGE_PAGE = 2 << 20
 
@@ -62,41 +64,55 @@ class Threads:
     Args:
         count: how many.
         pool: of count - 1 persistent workers; None: threads are made for every call.
+        core: that the calling thread is pinned to while it runs jobs; None: not pinned.
     """
 
-    def __init__(self, count: int, pool: WorkerPool | None = None) -> None:
-        self.count, self.pool = count, pool
+    def __init__(self, count: int, pool: WorkerPool | None = None, core: int | None = None) -> None:
+        self.count, self.pool, self.core = count, pool, core
 
     def seconds(self, *jobs: TimedJob) -> float:
         """Runs them one after the other and says how long it took."""
-        if self.pool is None or self.count == 1:
+        with _pinned(self.core):
             begin = time.perf_counter()
             for job in jobs:
-                job.run(self.count)
+                if self.pool is None:
+                    job.run(self.count)
+                else:
+                    self.pool.run(job)
             return time.perf_counter() - begin
-        ready = []
-        for job in jobs:
-            items, run, context, cost = _probe.job_parts(job.address)
-            ready.append(Job(items, run, context, cost=cost, keepalive=job))
-        begin = time.perf_counter()
-        for one in ready:
-            self.pool.run(one)
-        return time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def _pinned(core: int | None) -> Iterator[None]:
+    """The calling thread on one core, and only meanwhile: threads that it makes later (PyTorch's) inherit the mask."""
+    if core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @contextlib.contextmanager
 def worker_threads() -> Iterator[Callable[[int], Threads]]:
     """Gives a function that makes Threads of any number; they end with the context.
 
+    Every thread is pinned to a core of its own, of different physical cores as far as there are some; nothing is pinned
+    if there are more threads than cores. The cores are not claimed: a server that starts meanwhile must get its own.
     Pools of persistent workers are made as they are first asked for and shared from then on. Idle workers of one would
     disturb the measurement of another, so all but the last one used are asleep.
     """
+    cores = preference(topology(os.sched_getaffinity(0)))
     pools: dict[int, WorkerPool] = {}
 
     def make(count: int) -> Threads:
+        enough = count <= len(cores)
         if count > 1 and count not in pools:
-            pools[count] = WorkerPool(count - 1)
-        return Threads(count, pools.get(count))
+            pools[count] = WorkerPool(count - 1, cores[1:count] if enough else ())
+        return Threads(count, pools.get(count), cores[0] if enough else None)
 
     try:
         yield make
@@ -114,18 +130,15 @@ class ReadProbe:
         memory: to read.
         threads: that read.
         pass_bytes: of one pass; no more than the memory.
-        plain: leave out loops that read several streams at a time.
     """
 
-    def __init__(self, memory: Memory, threads: Threads, pass_bytes: int, plain: bool = False) -> None:
+    def __init__(self, memory: Memory, threads: Threads, pass_bytes: int) -> None:
         present = features()
         self.memory, self.threads = memory, threads
         self.pass_bytes = max(HUGE_PAGE, min(pass_bytes, memory.bytes) // HUGE_PAGE * HUGE_PAGE)
         self._at = 0
         usable = [
-            (i, name)
-            for i, (name, feature) in enumerate(_probe.variants())
-            if (not feature or present.get(feature)) and not (plain and "streams" in name)
+            (i, name) for i, (name, feature) in enumerate(_probe.variants()) if not feature or present.get(feature)
         ]
         #: GB/s (decimal) of each loop, the best of five passes: other processes only ever make a pass slower.
         self.tried: dict[str, float] = {name: 0.0 for _, name in usable}

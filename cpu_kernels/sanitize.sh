@@ -2,8 +2,15 @@
 # Builds the C++ tests with sanitizers and runs them.
 #   cpu_kernels/sanitize.sh [asan|tsan|plain]...     default: asan tsan
 # asan is AddressSanitizer with UndefinedBehaviorSanitizer. src/tests/test_workers.cpp gets the sources of the worker
-# pool, every other src/tests/test_*.cpp all sources. Environment: CXX; TESTS (names to build and run, default: all);
-# BUILD_DIR (where objects are kept; default: build/sanitize).
+# pool, every other src/tests/test_*.cpp all but the probe. TSan is for what threads do with each other: it gets the
+# scalar kernels only, and not test_kernels, which is about what a single thread computes. The other way round, test_plan
+# under asan gets kernels without sanitizers, which take a minute or more to compile with them.
+# Environment:
+#   CXX      the compiler
+#   TESTS    names to build and run; default: all
+#   ISAS     whose kernels to build; default: scalar. "scalar amx_shim" adds the code of AVX2 and AMX, the latter with tiles
+#            in software; all: every instruction set.
+#   BUILD_DIR  where objects are kept; default: build/sanitize
 set -euo pipefail
 cd "$(dirname "$0")/src"
 CXX=${CXX:-g++}
@@ -20,33 +27,56 @@ flags() {
   esac
 }
 
-object_of() { echo "$out/$(echo "${1%.cpp}" | tr / -).o"; }
+object_of() { echo "$folder/$(echo "${1%.cpp}" | tr / -).o"; }
 
-# Compiles what is older than its source or any header, as many at a time as there are cores.
+# Compiles what is older than its source or any header, as many at a time as there are cores, and adds it to `objects`.
 compile() {
-  local source object
+  local folder=$1 options=$2 source object
+  shift 2
+  mkdir -p "$folder"
   for source in "$@"; do
     object=$(object_of "$source")
     if [ ! -e "$object" ] || [ "$source" -nt "$object" ] || [ "$newest_header" -nt "$object" ]; then
       printf '%s\0%s\0' "$source" "$object"
     fi
   done | xargs -0 -r -n 2 -P "$(nproc)" sh -c \
-    'exec "$1" -std=c++17 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -pthread -I. $2 -c "$3" -o "$4"' sh "$CXX" "$extra"
+    'exec "$1" -std=c++17 -O1 -g1 -fno-omit-frame-pointer -Wall -Wextra -pthread -I. $2 -c "$3" -o "$4"' sh "$CXX" "$options"
+  for source in "$@"; do objects+=("$(object_of "$source")"); done
 }
 
 newest_header=$(find . -name '*.hpp' -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2-)
 for kind in "$@"; do
+  isas=${ISAS:-scalar}
+  [ "$kind" != tsan ] || isas=scalar
   extra=$(flags "$kind")
-  out=$build_dir/$kind
-  mkdir -p "$out"
+  only=
+  if [ "$isas" = all ]; then
+    kernels=(*/kernels.cpp)
+  else
+    kernels=() tables=
+    for isa in $isas; do
+      kernels+=("$isa/kernels.cpp")
+      tables+="&$isa::kTable,"
+    done
+    only="-DCPU_KERNELS_ONLY=$tables"
+  fi
+  out=$build_dir/$kind-${isas// /-}
   for test in tests/test_*.cpp; do
     name=$(basename "$test" .cpp)
     if [ -n "${TESTS:-}" ] && [[ " $TESTS " != *" $name "* ]]; then continue; fi
-    sources=("$test" "${workers[@]}")
-    [ "$name" = test_workers ] || sources=("$test" *.cpp */kernels.cpp)
-    compile "${sources[@]}"
-    objects=()
-    for source in "${sources[@]}"; do objects+=("$(object_of "$source")"); done
+    if [ "$kind $name" = "tsan test_kernels" ]; then continue; fi
+    sources=("$test" "${workers[@]}") objects=()
+    if [ "$name" != test_workers ]; then
+      for source in *.cpp; do
+        [[ " ${workers[*]} probe.cpp " == *" $source "* ]] || sources+=("$source")
+      done
+      if [ "$kind $name" = "asan test_plan" ]; then
+        compile "$build_dir/plain-${isas// /-}" "" "${kernels[@]}"
+      else
+        compile "$out" "$extra" "${kernels[@]}"
+      fi
+    fi
+    compile "$out" "$extra $only" "${sources[@]}"
     # shellcheck disable=SC2086
     "$CXX" $extra -pthread "${objects[@]}" -o "$out/$name"
     echo "$kind: $name"

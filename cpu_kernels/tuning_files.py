@@ -27,6 +27,8 @@ CALIBRATION_ENV = "CPU_KERNELS_CALIBRATION"
 FORMAT = 1
 #: Instruction sets for which dot_min_queries and tile_min_queries mean something.
 DOT_ISAS, TILE_ISAS = ("avx512_bf16", "amx"), ("amx",)
+#: Instruction sets with 8-bit arithmetic for int8 pools (``accurate_int8=False``); on others it would gain nothing.
+BYTE_ISAS = ("scalar", "avx512", "avx512_bf16", "amx")
 
 _log = logging.getLogger(__name__)
 

@@ -1,15 +1,19 @@
 """Worker threads, jobs for them, and the hand-off service between a device and them.
 
     pool = WorkerPool.on_claimed_cores(reserve=2)
-    pool.run(Job(items, run_address, context_address))                   # blocking
+    pool.run(Job(items, run_address, context_address))                   # blocking; or plan.job(...)
 
     service = HandoffService(pool, timeout_s=10)
-    service.submit(Step(epoch=1, number=1, handoffs=handoffs))           # then launch the step on the device
+    flags = Handoffs()                                                   # once per graph of the device
+    for layer in range(layers):
+        flags.add(None, ready[layer], done[layer], header[layer], layer=layer)
+    jobs = plan.jobs(range(layers), q, out, k=k, v=v)                    # once per step, from its Plan
+    service.submit(Step(epoch=1, number=1, handoffs=flags.with_jobs(jobs)))  # then launch the step on the device
     service.outcome(1), service.lag(), service.completed_epoch()
 
-The pool and the service know nothing of attention; jobs are addresses of C functions. The protocol with the device and
-what happens when something goes wrong are described in ``src/handoff.hpp``. None of it survives a fork: in the child
-every call but ``close`` raises RuntimeError, and a new pool has to be made there.
+The pool and the service know nothing of attention; a job is any object with the ``address`` of a ``cpu_kernels::Job``.
+The protocol with the device and what happens when something goes wrong are described in ``src/handoff.hpp``. None of it
+survives a fork: in the child every call but ``close`` raises RuntimeError, and a new pool has to be made there.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,15 +237,18 @@ class HandoffService:
         self._finalizer.detach()
         return clean
 
-    def measure_round_trips(self, steps: int = 100, handoffs: int = 80, items: int = 1) -> list[int]:
-        """Nanoseconds from raising ready to seeing done, with the calling thread as the device and empty jobs of
-        ``items`` items.
+    def measure_round_trips(self, steps: int = 100, jobs: Iterable[_workers.NativeJob | int] = (1,) * 80) -> list[int]:
+        """Nanoseconds from raising ready to seeing done, with the calling thread as the device.
+
+        Args:
+            steps: how many, each with one hand-off per job.
+            jobs: the hand-offs' jobs; a number: of items that do nothing.
 
         Raises:
             RuntimeError: the service refuses steps, or was poisoned meanwhile; it is closed then.
         """
         first = self._service.status()["submitted_epoch"] + 1
-        return self._service.measure_round_trips(first, steps, handoffs, items)
+        return self._service.measure_round_trips(first, steps, jobs)
 
     def _let_go(self) -> int:
         epoch = self._service.completed_epoch()
@@ -265,13 +272,45 @@ def percentile(times: Sequence[int], fraction: float) -> int:
     return sorted(times)[min(len(times) - 1, int(fraction * len(times)))]
 
 
+def _attention_jobs(case: str, shape: str, layers: int, threads: int) -> tuple[Sequence[_workers.NativeJob], str]:
+    """One job per layer for bf16 rows with a new token each, and whose kernels will run; ValueError for bad input."""
+    from cpu_kernels.attention import HostPool, Plan  # here, and below: they are no part of what the pool knows
+    from cpu_kernels.probe import Memory
+
+    try:
+        rows, tokens = map(int, case.split("x"))
+        q_heads, kv_heads, head_dim = map(int, shape.split(","))
+    except ValueError:
+        raise ValueError(f"ROWSxTOKENS and Q_HEADS,KV_HEADS,HEAD_DIM are needed, got {case} and {shape}") from None
+    pages = -(-tokens // 64)
+    memory = Memory(HostPool.bytes_needed(layers, rows * pages, kv_heads, head_dim))
+    pool = HostPool(memory.address, layers, rows * pages, kv_heads, head_dim)
+    tables = [range(row * pages, (row + 1) * pages) for row in range(rows)]
+    plan = Plan(pool, [tokens] * rows, tables, q_heads, threads=threads)
+    width = (q_heads + 2 * kv_heads) * head_dim * 2
+    boxes = Memory(layers * rows * (width + q_heads * head_dim * 2))
+
+    def packed(first: int, heads: int) -> tuple[object, ...]:
+        strides = (rows * width, width, head_dim * 2, 2)
+        return boxes.address + first * head_dim * 2, (layers, rows, heads, head_dim), strides, "bfloat16"
+
+    out = (boxes.address + layers * rows * width, (layers, rows, q_heads, head_dim), None, "bfloat16")
+    k, v = packed(q_heads, kv_heads), packed(q_heads + kv_heads, kv_heads)
+    jobs = plan.jobs(range(layers), packed(0, q_heads), out, k=k, v=v)
+    jobs.keep = (jobs.keep, memory, boxes)
+    return [jobs[layer] for layer in range(layers)], plan.isa
+
+
 def main() -> int:
     """``python -m cpu_kernels.workers``: the hand-off's round trip on this machine, workers spinning."""
     parser = argparse.ArgumentParser(prog="python -m cpu_kernels.workers", description=main.__doc__)
     parser.add_argument("--threads", type=int, help="worker threads; default: all cores that may be claimed")
     parser.add_argument("--reserve", type=int, default=1, help="cores left unclaimed, one of which plays the device")
     parser.add_argument("--items", type=int, default=1, help="items of each (empty) job")
-    parser.add_argument("--steps", type=int, default=200, help="steps of 80 hand-offs each")
+    parser.add_argument("--attention", metavar="ROWSxTOKENS", help="attention over bf16 rows in place of empty jobs")
+    parser.add_argument("--shape", default="64,8,128", metavar="Q_HEADS,KV_HEADS,HEAD_DIM", help="default: %(default)s")
+    parser.add_argument("--layers", type=int, default=80, help="hand-offs of a step; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
     args = parser.parse_args()
     usable = os.sched_getaffinity(0)
     try:
@@ -279,15 +318,20 @@ def main() -> int:
         service = HandoffService(pool)
         if rest := usable - set(pool.cores):
             os.sched_setaffinity(0, rest)
-        service.measure_round_trips(20, 80, args.items)
-        times = service.measure_round_trips(args.steps, 80, args.items)
+        what: dict[str, object] = {"items": args.items}
+        jobs: Sequence[_workers.NativeJob | int] = [args.items] * args.layers
+        if args.attention is not None:
+            jobs, isa = _attention_jobs(args.attention, args.shape, args.layers, pool.threads)
+            what = {"attention": args.attention, "shape": args.shape, "isa": isa}
+        service.measure_round_trips(20, jobs)
+        times = service.measure_round_trips(args.steps, jobs)
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
         os.sched_setaffinity(0, usable)
     row = {f"p{round(100 * f)}_ns": percentile(times, f) for f in (0.5, 0.9, 0.99, 1.0)}
-    print(json.dumps({"round_trip": "ready to done", "threads": pool.threads, "items": args.items, **row}))
+    print(json.dumps({"round_trip": "ready to done", "threads": pool.threads, **what, **row}))
     service.close()
     pool.close()
     return 0

@@ -27,6 +27,9 @@ HostKVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8"]
 #: Modes whose machinery does not exist yet.
 UNBUILT_MODES = ("pipelined", "deferred")
 
+#: Flags whose machinery does not exist yet.
+UNBUILT_FLAGS = ("neo_max_host_tpot", "neo_max_tpot")
+
 #: Flags that only say something about host rows, with the value that means "not given".
 HOST_FLAGS = {
     "neo_host_kv_size": None,
@@ -50,48 +53,53 @@ class NeoServerArgs(ServerArgs):
     neo_mode: A[
         NeoMode,
         Arg(
-            help="How the CPU takes part. gpu-only: not at all, as plain SGLang. auto: as is best at each step; today "
-            "the same as gpu-only. pipelined (NEO) and deferred (APEX) are refused until they exist."
+            help="How the CPU takes part. gpu-only: not at all, as plain SGLang. auto: requests go on in host memory, "
+            "with their attention on the CPU, when the GPU's KV pool is full. pipelined (NEO) and deferred (APEX) are "
+            "refused until they exist."
         ),
     ] = "auto"
     neo_host_kv_size: A[
         float | None,
         Arg(
-            help="Host memory for KV cache, in GB (10^9 bytes) for the whole machine, shared by all ranks. "
-            "Checked, but without effect until host KV exists."
+            help="Host memory for KV cache, in GB (10^9 bytes) for the whole machine, shared by all ranks. Default: "
+            "half of what is free after a reserve of 10 GiB (40 percent of it on small machines), at most 8 times the "
+            "GPU's KV pool."
         ),
     ] = None
     neo_host_kv_ratio: A[
         float | None,
-        Arg(
-            help="Host KV size as a multiple of the GPU's KV pool, instead of --neo-host-kv-size. "
-            "Checked, but without effect until host KV exists."
-        ),
+        Arg(help="Host KV size as a multiple of the GPU's KV pool, instead of --neo-host-kv-size."),
     ] = None
     neo_host_kv_dtype: A[
         HostKVDtype,
-        Arg(
-            help="Data type of the host KV cache; auto: the GPU pool's. Without effect until host KV exists.",
-        ),
+        Arg(help="Data type of the host KV cache; auto: the GPU pool's. int8 keeps a scale per token and head."),
     ] = "auto"
     neo_cpu_threads: A[
         int | None,
-        Arg(help="CPU threads for attention, per machine. Checked, but without effect until host KV exists."),
+        Arg(help="CPU threads for attention, per machine. Default: all cores but one per rank."),
     ] = None
     neo_max_host_tpot: A[
         float | None,
         Arg(
             help="Longest acceptable time per output token of a request decoded from host memory, in ms. "
-            "Checked, but without effect until host KV exists."
+            "Checked, but without effect until there is a planner."
         ),
     ] = None
     neo_max_tpot: A[
         float | None,
         Arg(
             help="Longest acceptable time per output token of a request decoded from GPU memory, in ms. "
-            "Checked, but without effect until host KV exists."
+            "Checked, but without effect until there is a planner."
         ),
     ] = None
+
+    neo_check_integrity: A[
+        bool,
+        Arg(
+            help="For debugging: after every step, check that no KV page of either pool is lost or has two owners; a "
+            "violation stops the server. Slow."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         check_neo_flags(self, usable_cores=len(os.sched_getaffinity(0)), memory=host_memory_limit())
@@ -157,13 +165,12 @@ def given_host_flags(args: NeoServerArgs) -> list[str]:
 def mode_lines(args: NeoServerArgs) -> list[str]:
     """What the user is told at start about flags that do nothing yet and modes that will not be used."""
     lines = []
-    if args.neo_mode == "auto":
-        reasons = gpu_only_reasons(args)
-        because = "; ".join(reasons) if reasons else "no other mode exists yet"
-        lines.append(f"--neo-mode auto runs gpu-only: {because}")
-    given = given_host_flags(args)
-    if given:
-        lines.append(f"checked but without effect until host KV exists: {', '.join(given)}")
+    reasons = gpu_only_reasons(args)
+    if args.neo_mode == "auto" and reasons:
+        lines.append(f"--neo-mode auto runs gpu-only: {'; '.join(reasons)}")
+    without_effect = [flag for flag in given_host_flags(args) if reasons or flag in map(flag_name, UNBUILT_FLAGS)]
+    if without_effect:
+        lines.append(f"without effect: {', '.join(without_effect)}")
     return lines
 
 

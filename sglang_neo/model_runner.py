@@ -1,21 +1,31 @@
-"""Model worker, model runner and KV configurator: SGLang's, building our token manager on the way."""
+"""Model worker, model runner and KV configurator: SGLang's, with a host pool and attention on the CPU beside theirs."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_schedule
 
 from sglang_neo import token_manager
+from sglang_neo.hybrid import assemble
+from sglang_neo.hybrid.backend import hide_host_rows, make_hybrid
+from sglang_neo.token_manager import HostRow, NeoReqToTokenPool, host_row
+
+logger = logging.getLogger(__name__)
 
 
 class NeoKVCacheConfigurator(KVCacheConfigurator):
-    """Sizes and builds the KV pools as SGLang does; the slot allocator is ours."""
+    """Sizes and builds the KV pools as SGLang does; the owners of slots are ours."""
 
     def _build_token_to_kv_pool_allocator(
         self, *, token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None, **kwargs: Any
@@ -25,11 +35,37 @@ class NeoKVCacheConfigurator(KVCacheConfigurator):
         )
         return built if token_to_kv_pool_allocator is not None else token_manager.adopt(built)
 
+    def _build_req_to_token_pool(self, *, max_num_reqs: int) -> ReqToTokenPool:
+        pool = super()._build_req_to_token_pool(max_num_reqs=max_num_reqs)
+        if type(pool) is ReqToTokenPool:
+            pool.__class__ = NeoReqToTokenPool  # the same object with one method more
+        return pool
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBatchRows:
+    """The host rows of a decode batch that is about to run."""
+
+    rows: Sequence[HostRow]
+    index: Sequence[int]  # where in the batch they are, ascending
+
+
+def host_batch_rows(batch: ScheduleBatch) -> HostBatchRows | None:
+    """None if the batch has no host rows."""
+    index = [i for i, req in enumerate(batch.reqs) if host_row(req) is not None]
+    return HostBatchRows([batch.reqs[i].neo_host_row for i in index], index) if index else None
+
 
 class NeoModelRunner(ModelRunner):
-    """Executes steps. Today every step is SGLang's own (mode gpu-only)."""
+    """Executes steps: SGLang's own where all rows are on the device, else with the host rows' attention on the CPU."""
 
     kv_cache_configurator: KVCacheConfigurator
+    decode_cuda_graph_runner: Any
+    #: None: this server runs gpu-only, and ``neo_gpu_only_reason`` says why.
+    neo_host: assemble.HostSide | None = None
+    neo_gpu_only_reason: str | None = None
+    #: Set by the worker for the next forward.
+    neo_rows: HostBatchRows | None = None
 
     def init_kv_cache_configurator(self) -> None:
         super().init_kv_cache_configurator()
@@ -37,6 +73,45 @@ class NeoModelRunner(ModelRunner):
         built = self.kv_cache_configurator
         arguments = {field.name: getattr(built, field.name) for field in dataclasses.fields(built) if field.init}
         self.kv_cache_configurator = NeoKVCacheConfigurator(**arguments)
+
+    def _init_post_memory_pool_components(self) -> None:
+        super()._init_post_memory_pool_components()
+        try:
+            self.neo_host = assemble.host_side(self)
+        except assemble.GpuOnly as reason:
+            self.neo_gpu_only_reason = str(reason)
+            logger.info(f"sglang_neo: gpu-only: {reason}")
+            return
+        manager = self.token_to_kv_pool_allocator.token_manager
+        host = self.neo_host
+        manager.attach_host(host.pages, host.pool.geometry.page_tokens, host.transfer, host.attention)
+        self.req_to_token_pool.token_manager = manager
+
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        if self.neo_host is not None:
+            make_hybrid(self.attn_backend, self.neo_host.attention, self.neo_host.first_layer)
+
+    def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        rows, self.neo_rows = self.neo_rows, None
+        if rows is None:
+            return super().forward(forward_batch, *args, **kwargs)
+        assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
+        index_cpu = torch.tensor(rows.index, dtype=torch.int64)
+        index = index_cpu.to(forward_batch.seq_lens.device, non_blocking=True)
+        hide_host_rows(forward_batch, index, index_cpu)
+        # Captured graphs know nothing of hand-offs: SGLang runs eagerly where it has no graph runner.
+        graphs, self.decode_cuda_graph_runner = self.decode_cuda_graph_runner, None
+        try:
+            with self.neo_host.attention.step(rows.rows, index):
+                return super().forward(forward_batch, *args, **kwargs)
+        finally:
+            self.decode_cuda_graph_runner = graphs
+
+    def neo_close(self) -> None:
+        """Ends the CPU workers and gives host memory back; harmless to repeat."""
+        if self.neo_host is not None:
+            self.neo_host.close()
 
 
 class NeoTpModelWorker(TpModelWorker):
@@ -55,3 +130,25 @@ class NeoTpModelWorker(TpModelWorker):
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             memory_pool_config=self.memory_pool_config,
         )
+
+    def forward_batch_generation(self, batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
+        rows = host_batch_rows(batch) if batch is not None and batch.forward_mode.is_decode() else None
+        self.model_runner.neo_rows = rows
+        result = super().forward_batch_generation(batch, *args, **kwargs)
+        if rows is not None:
+            result.neo_epoch = self.model_runner.neo_host.attention.launched_epoch
+        return result
+
+    def get_worker_info(self) -> tuple[Any, ...]:
+        """SGLang's, where the longest request may outgrow the device pool: what does not fit there goes to the host.
+
+        A prompt must fit the device pool all the same, which its prefill runs through.
+        """
+        info = list(super().get_worker_info())
+        manager = self.model_runner.token_to_kv_pool_allocator.token_manager
+        if manager.has_host:
+            device_longest = info[4]
+            longest = max(device_longest, manager.host_usage().total_tokens - 1)
+            info[4] = min(self.model_config.context_len - 1, longest)
+            info[5] = min(info[4], device_longest) - 5  # SGLang's margin
+        return tuple(info)

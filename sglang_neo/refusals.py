@@ -71,6 +71,9 @@ GPU_ONLY_REASONS = (
         lambda a: a.kv_cache_dtype not in ("auto", "bf16", "bfloat16"),
         "the KV cache's data type has no CPU attention",
     ),
+    Refusal(
+        lambda a: a.enable_mixed_chunk, "decoding in one batch with prefill (--enable-mixed-chunk) has no host rows"
+    ),
     Refusal(_has_sliding_window, "sliding-window attention has no CPU attention"),
     Refusal(lambda a: not a.get_model_config().is_generation, "the model does not generate"),
 )

@@ -1,4 +1,4 @@
-"""NeoScheduler: SGLang's scheduler, which will own which request lives where. Today every request is a device row."""
+"""NeoScheduler: SGLang's scheduler, which owns which request lives where."""
 
 from __future__ import annotations
 
@@ -9,30 +9,114 @@ from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateR
 from sglang.srt.managers.scheduler import Scheduler
 
 from cpu_kernels import choose_isa
-from sglang_neo import __version__, seams
+from sglang_neo import __version__, batching, seams
+from sglang_neo.batching import NeoScheduleBatch
+from sglang_neo.metrics import NeoMetrics
 from sglang_neo.model_runner import NeoTpModelWorker
+from sglang_neo.placement import Placement
+from sglang_neo.token_manager import NeoTokenManager
 
 
 class NeoScheduler(Scheduler):
-    """Overrides only what seams.py names; policy belongs in modules of its own."""
+    """Overrides only what seams.py names; policy stands in modules of its own."""
+
+    max_total_num_tokens: int
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        batching.install()
+        super().__init__(*args, **kwargs)
+        self.placement = Placement(self)
+        attention, collector = self.placement.attention, self.metrics_collector
+        self.neo_metrics = NeoMetrics(
+            self.token_manager,
+            attention.cpu_times if attention is not None else None,
+            collector.labels if collector is not None else None,
+            self.server_args.decode_log_interval if self.ps.tp_rank == 0 else 0,
+        )
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = NeoTpModelWorker(
             server_args=self.server_args, gpu_id=self.ps.gpu_id, ps=self.ps, nccl_port=self.nccl_port
         )
 
+    @property
+    def token_manager(self) -> NeoTokenManager:
+        manager: NeoTokenManager = self.token_to_kv_pool_allocator.token_manager
+        return manager
+
+    # -- which request lives where ----------------------------------------------------------------------------
+
+    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
+        self.placement.begin_step()
+        return super().get_next_batch_to_run(running_batch, last_batch)
+
+    def _get_new_batch_prefill_raw(self, *, prefill_delayer_single_pass: Any, running_batch: Any) -> Any:
+        NeoScheduleBatch.adopt(running_batch)
+        self.placement.before_chunk(running_batch)
+        batch, running_batch = super()._get_new_batch_prefill_raw(
+            prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
+        )
+        if batch is None and self.placement.make_room_for_prefill(running_batch):
+            running_batch.batch_is_full = False
+            batch, running_batch = super()._get_new_batch_prefill_raw(
+                prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
+            )
+        return batch, running_batch
+
+    def update_running_batch(self, batch: Any) -> Any:
+        NeoScheduleBatch.adopt(batch)
+        before = batch.batch_size()
+        batch.filter_batch()
+        if batch.batch_size() < before:
+            batch.batch_is_full = False
+        if not batch.is_empty():
+            self.placement.before_decode(batch)
+        return super().update_running_batch(batch)
+
+    def init_req_max_new_tokens(self, req: Any) -> None:
+        if not self.token_manager.has_host:
+            return super().init_req_max_new_tokens(req)
+        # SGLang clips to what the device pool can hold; here a request may go on in host memory.
+        device, self.max_total_num_tokens = self.max_total_num_tokens, self.max_req_len + 1
+        try:
+            super().init_req_max_new_tokens(req)
+        finally:
+            self.max_total_num_tokens = device
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        epoch = getattr(result, "neo_epoch", None)
+        # Nothing of a step may be published whose CPU work failed.
+        if epoch is not None and self.placement.attention is not None:
+            if result.copy_done is not None:
+                result.copy_done.synchronize()
+            self.placement.attention.check(epoch)
+        if batch.forward_mode.is_decode():
+            self.neo_metrics.count_decode(batch)
+        super().process_batch_result(batch, result)
+
+    # -- what it says about itself ----------------------------------------------------------------------------
+
     def neo_state(self) -> dict[str, Any]:
         """The ``neo`` block of ``/server_info``: what runs here, as plain JSON values."""
+        manager = self.token_manager
         return {
             "version": __version__,
             "sglang_version": seams.sglang_version(),
             "neo_mode": self.server_args.neo_mode,
-            "active_mode": "gpu-only",  # the only mode there is so far
+            "active_mode": "sync" if manager.has_host else "gpu-only",
+            "gpu_only_reason": self.tp_worker.model_runner.neo_gpu_only_reason,
             "device": str(self.device),
             "attention_backend": self.server_args.attention_backend,
             "cpu_kernel_isa": choose_isa().name,
             "classes": seams.running_classes(self),
-            "device_kv": dataclasses.asdict(self.token_to_kv_pool_allocator.token_manager.device_usage()),
+            "device_kv": dataclasses.asdict(manager.device_usage()),
+            "host_kv": dataclasses.asdict(manager.host_usage()),
+            "host_kv_used_tokens": manager.host_tokens(),
+            "host_running_reqs": len(manager.host_rows()),
+            "migrations": dataclasses.asdict(manager.migrations),
+            "host_tokens_total": self.neo_metrics.counters.host_tokens,
+            "steps_total": dict(self.neo_metrics.counters.steps),
+            "cpu_seconds": dataclasses.asdict(self.neo_metrics.cpu_times()),
         }
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:

@@ -41,6 +41,12 @@ SEAMS = (
         ("server_args", "port_args", "gpu_id", "tp_rank", "dp_rank", "pipe_writer"),
         "sets up the worker process, then looks Scheduler up as a global of its module: we put NeoScheduler there",
     ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.__init__",
+        ("self", "server_args", "port_args"),
+        "builds everything that placement looks at",
+    ),
     Seam("sglang.srt.managers.scheduler", "Scheduler.init_tp_model_worker", ("self",), "builds our model worker"),
     Seam(
         "sglang.srt.managers.scheduler",
@@ -72,6 +78,143 @@ SEAMS = (
         "PagedTokenToKVPoolAllocator.__init__",
         ("self", "size", "page_size", "dtype", "device", "kvcache", "need_sort"),
         "its sibling for pages above one token",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.get_next_batch_to_run",
+        ("self", "running_batch", "last_batch"),
+        "the moment between two launches: host pages of finished steps become free",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler._get_new_batch_prefill_raw",
+        ("self", "prefill_delayer_single_pass", "running_batch"),
+        "admission: where it finds no room, rows move to the host and it is asked again",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.update_running_batch",
+        ("self", "batch"),
+        "before it retracts for want of device memory, rows move to the host",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.get_num_allocatable_reqs",
+        ("self", "running_bs"),
+        "no room is made for a request that may not run",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.init_req_max_new_tokens",
+        ("self", "req"),
+        "clips a request to the device pool, which it may outgrow",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.process_batch_result",
+        ("self", "batch", "result"),
+        "nothing of a step may be published before its CPU work is known to be right",
+    ),
+    Seam("sglang.srt.managers.scheduler", "PrefillAdder", (), "admission's arithmetic: we put ours there"),
+    Seam(
+        "sglang.srt.managers.schedule_policy",
+        "PrefillAdder.add_one_req",
+        ("self", "req", "has_chunked_req", "truncation_align_size"),
+        "counts future tokens against both pools and the prompt against the device",
+    ),
+    Seam("sglang.srt.managers.schedule_policy", "PrefillAdder.add_chunked_req", ("self", "req"), "the same, per chunk"),
+    Seam(
+        "sglang.srt.managers.schedule_policy",
+        "PrefillAdder.add_one_req_ignore_eos",
+        ("self", "req"),
+        "the same, without a radix cache",
+    ),
+    Seam("sglang.srt.managers.schedule_policy", "PrefillAdder.rem_total_tokens", (), "what is left for future tokens"),
+    Seam("sglang.srt.managers.schedule_policy", "PrefillAdder.cur_rem_tokens", (), "what is left now"),
+    Seam("sglang.srt.managers.schedule_policy", "PrefillAdder._lock_node", ("self", "last_node"), "a prefix in use"),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "alloc_for_decode",
+        ("batch", "token_per_req"),
+        "gives every row of a decode batch a device slot: we put ours there, host rows get slot 0",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "ScheduleBatch.prepare_for_decode",
+        ("self",),
+        "host rows get room for their next token",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "ScheduleBatch.new_tokens_required_next_decode",
+        ("self", "selected_indices"),
+        "host rows need no device memory",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "ScheduleBatch.check_decode_mem",
+        ("self", "selected_indices"),
+        "host rows need host memory",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.common",
+        "release_kv_cache",
+        ("req", "tree_cache", "is_insert"),
+        "a request's end: asks the tree to free committed tokens (none of a host row's), then frees the request slot",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.radix_cache",
+        "RadixCache.cache_finished_req",
+        ("self", "req", "is_insert", "kv_len_to_handle"),
+        "frees the device KV of a row that moves to the host",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.memory_pool",
+        "ReqToTokenPool.free",
+        ("self", "req"),
+        "the end of a request in either pool",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        "KVCacheConfigurator._build_req_to_token_pool",
+        ("self", "max_num_reqs"),
+        "the only place that names the request pool's class",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunner._init_post_memory_pool_components",
+        ("self",),
+        "the device pool exists, attention backends and graphs do not: the host pool is made here",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunner.init_attention_backends",
+        ("self",),
+        "the user's backend becomes hybrid",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunner.forward",
+        ("self", "forward_batch"),
+        "a step with host rows runs eagerly, inside its hand-offs",
+    ),
+    Seam(
+        "sglang.srt.layers.attention.base_attn_backend",
+        "AttentionBackend.forward_decode",
+        ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+        "one layer's attention of a decode batch",
+    ),
+    Seam(
+        "sglang.srt.managers.tp_worker",
+        "TpModelWorker.forward_batch_generation",
+        ("self", "batch"),
+        "knows which rows of the batch are host rows",
+    ),
+    Seam(
+        "sglang.srt.managers.tp_worker",
+        "TpModelWorker.get_worker_info",
+        ("self",),
+        "longest request: bound to the device pool by SGLang",
     ),
     Seam(
         "sglang.srt.managers.tokenizer_manager",
@@ -157,6 +300,7 @@ def running_classes(scheduler: Any) -> dict[str, str]:
         "model_worker": scheduler.tp_worker,
         "model_runner": runner,
         "token_manager": scheduler.token_to_kv_pool_allocator,
+        "request_pool": scheduler.req_to_token_pool,
     }
     return {role: f"{type(o).__module__}.{type(o).__qualname__}" for role, o in objects.items()}
 
@@ -170,3 +314,9 @@ def check_running(scheduler: Any) -> None:
     runner = scheduler.tp_worker.model_runner
     if runner.token_to_kv_pool_allocator is not scheduler.token_to_kv_pool_allocator:
         raise SeamError("scheduler and model runner own different token managers")
+    if scheduler.token_to_kv_pool_allocator.token_manager.has_host:
+        if not hasattr(type(runner.attn_backend), "neo_host_attention"):
+            raise SeamError(f"the attention backend {type(runner.attn_backend).__qualname__} is not hybrid")
+        module = importlib.import_module("sglang.srt.managers.schedule_batch")
+        if module.alloc_for_decode.__module__ != "sglang_neo.batching":
+            raise SeamError("SGLang's alloc_for_decode runs where sglang_neo's should")

@@ -27,10 +27,19 @@ def cuda_available() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What takes longest begins, so that several processes end together.
+    items.sort(key=lambda item: "servers" not in getattr(item, "fixturenames", ()))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not cuda_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.harness.distribution import scheduler
+
+    return scheduler(config, log)
 
 
 @pytest.fixture(scope="session")

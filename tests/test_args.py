@@ -112,7 +112,7 @@ def test_gpu_only_names_all_that_it_contradicts() -> None:
 
 
 def test_host_flags_and_fields_agree() -> None:
-    assert set(neo_fields()) == {"neo_mode", *HOST_FLAGS}
+    assert set(neo_fields()) == {"neo_mode", "neo_check_integrity", *HOST_FLAGS}
     defaults = {field.name: field.default for field in dataclasses.fields(NeoServerArgs)}
     assert {name: defaults[name] for name in HOST_FLAGS} == HOST_FLAGS
 
@@ -125,7 +125,7 @@ def test_defaults(tiny: Tiny) -> None:
     args = parse("--model-path", str(tiny("llama")))
     assert args.neo_mode == "auto"
     assert {name: getattr(args, name) for name in HOST_FLAGS} == HOST_FLAGS
-    assert mode_lines(args) == ["--neo-mode auto runs gpu-only: no other mode exists yet"]
+    assert mode_lines(args) == []
 
 
 def test_flags_on_the_command_line(tiny: Tiny) -> None:
@@ -135,11 +135,7 @@ def test_flags_on_the_command_line(tiny: Tiny) -> None:
     )
     assert (args.neo_host_kv_size, args.neo_cpu_threads, args.neo_host_kv_dtype) == (0.25, 1, "float16")
     assert (args.neo_max_host_tpot, args.neo_max_tpot, args.max_total_tokens) == (250.0, None, 640)
-    [_, line] = mode_lines(args)
-    assert line == (
-        "checked but without effect until host KV exists: "
-        "--neo-host-kv-size, --neo-host-kv-dtype, --neo-cpu-threads, --neo-max-host-tpot"
-    )
+    assert mode_lines(args) == ["without effect: --neo-max-host-tpot"]
 
 
 def test_gpu_only_asked_for_needs_no_explanation(tiny: Tiny) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_neo.errors import UsageError
 from tests.harness.exact import Reference, assert_exact, first_difference
 from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request, Result
 from tests.harness.models import ARCHITECTURES, VOCAB_SIZE, perturbed_copy
@@ -75,12 +76,17 @@ def assert_same_course(neo: dict[str, Result], plain: dict[str, Result]) -> None
 
 
 def serve_both(
-    model: Path, requests: Sequence[Request], on_step: Callable[[Any, int], None] | None = None, **arguments: Any
+    model: Path,
+    requests: Sequence[Request],
+    on_step: Callable[[Any, int], None] | None = None,
+    neo_mode: str = "auto",
+    **arguments: Any,
 ) -> tuple[dict[str, Result], dict[str, Result]]:
     """Results of plain and neo for the same requests under the same server arguments."""
     results = []
     for kind in ("plain", "neo"):
-        with InProcessScheduler(kind, model, **arguments) as scheduler:  # type: ignore[arg-type]
+        own = {"neo_mode": neo_mode} if kind == "neo" else {}
+        with InProcessScheduler(kind, model, **arguments, **own) as scheduler:  # type: ignore[arg-type]
             results.append(scheduler.run(requests, on_step))
     return results[0], results[1]
 
@@ -138,6 +144,7 @@ def test_retraction(tiny: Tiny, alone: Any, page_size: int, pool: int, overlap: 
         max_total_tokens=pool,
         disable_overlap_schedule=not overlap,
         schedule_conservativeness=0.1,  # admit more than will fit
+        neo_mode="gpu-only",  # with host memory nothing would be retracted: test_host_rows.py
     )
     assert sum(result.retractions for result in plain.values()) > 0, "the pool was large enough: nothing retracted"
     assert_exact(alone("llama", requests), tokens(neo))
@@ -234,11 +241,30 @@ def test_state_for_server_info(tiny: Tiny) -> None:
     with InProcessScheduler("neo", tiny("llama"), page_size=64, max_total_tokens=640) as scheduler:
         scheduler.run([Request("a", list(range(3, 103)), 4)])
         state = scheduler.scheduler.neo_state()
-    assert (state["sglang_version"], state["neo_mode"], state["active_mode"]) == ("0.5.17", "auto", "gpu-only")
+    assert (state["sglang_version"], state["neo_mode"], state["active_mode"]) == ("0.5.17", "auto", "sync")
     assert (state["device"], state["attention_backend"]) == ("cpu", "torch_native")
     # One page of the prompt stays in the radix cache.
     assert state["device_kv"] == {"total_tokens": 640, "free_tokens": 576, "page_size": 64}
     assert all(name.startswith("sglang_neo.") for name in state["classes"].values())
+    assert state["host_kv"]["total_tokens"] == state["host_kv"]["free_tokens"] > 0
+    assert state["host_tokens_total"] == state["steps_total"]["sync"] == 0
+    assert state["steps_total"]["gpu_only"] in (3, 4)  # with overlap scheduling, one step after the last token
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [({"neo_mode": "gpu-only"}, "--neo-mode gpu-only"), ({"enable_mixed_chunk": True}, "--enable-mixed-chunk")],
+)
+def test_gpu_only_has_no_host_pool_and_says_why(tiny: Tiny, arguments: dict[str, Any], reason: str) -> None:
+    with InProcessScheduler("neo", tiny("llama"), **arguments) as scheduler:
+        state = scheduler.scheduler.neo_state()
+    assert state["active_mode"] == "gpu-only" and reason in state["gpu_only_reason"]
+    assert state["host_kv"]["total_tokens"] == 0
+
+
+def test_a_host_kv_type_that_does_not_go_with_the_model_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(UsageError, match="give auto, float32 or int8"):
+        InProcessScheduler("neo", tiny("llama"), neo_host_kv_dtype="float16")
 
 
 # -- negative controls: what the comparisons above must catch -------------------------------------------------

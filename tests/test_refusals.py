@@ -155,7 +155,7 @@ def test_models_with_nothing_in_the_way(
 ) -> None:
     args = resolved(config_folder(tmp_path, model_type, architecture, **settings))
     assert refusals.gpu_only_reasons(args) == []
-    assert mode_lines(args) == ["--neo-mode auto runs gpu-only: no other mode exists yet"]
+    assert mode_lines(args) == []
 
 
 @on_the_cpu_device
@@ -183,7 +183,7 @@ def test_kv_cache_types(dtype: str, served: bool) -> None:
     config = SimpleNamespace(
         attention_arch=None, hf_text_config=SimpleNamespace(), sliding_window_size=None, is_generation=True
     )
-    args = SimpleNamespace(kv_cache_dtype=dtype, get_model_config=lambda: config)
+    args = SimpleNamespace(kv_cache_dtype=dtype, enable_mixed_chunk=False, get_model_config=lambda: config)
     assert (refusals.gpu_only_reasons(args) == []) is served
 
 

@@ -75,9 +75,14 @@ def test_a_missing_module_is_found() -> None:
 def test_overridden_methods_are_named_as_seams() -> None:
     """Whoever overrides one more method of SGLang has to say so in seams.py."""
     from sglang_neo.args import NeoServerArgs
+    from sglang_neo.batching import NeoPrefillAdder, NeoScheduleBatch
     from sglang_neo.model_runner import NeoKVCacheConfigurator, NeoModelRunner, NeoTpModelWorker
     from sglang_neo.scheduler import NeoScheduler
-    from sglang_neo.token_manager import NeoPagedTokenToKVPoolAllocator, NeoTokenToKVPoolAllocator
+    from sglang_neo.token_manager import (
+        NeoPagedTokenToKVPoolAllocator,
+        NeoReqToTokenPool,
+        NeoTokenToKVPoolAllocator,
+    )
 
     named = {seam.name for seam in SEAMS}
     for ours in (
@@ -87,6 +92,9 @@ def test_overridden_methods_are_named_as_seams() -> None:
         NeoKVCacheConfigurator,
         NeoTokenToKVPoolAllocator,
         NeoPagedTokenToKVPoolAllocator,
+        NeoReqToTokenPool,
+        NeoScheduleBatch,
+        NeoPrefillAdder,
     ):
         [base] = ours.__bases__
         for name, value in vars(ours).items():
@@ -111,6 +119,9 @@ def fake_scheduler(**replaced: Any) -> Any:
     runner.token_to_kv_pool_allocator = replaced.get("runners_token_manager", allocator)
     worker.model_runner = runner
     scheduler.tp_worker, scheduler.token_to_kv_pool_allocator = worker, allocator
+    scheduler.req_to_token_pool = replaced.get("request_pool", stand_in("RequestPool"))
+    allocator.token_manager = SimpleNamespace(has_host=replaced.get("has_host", False))
+    runner.attn_backend = replaced.get("attn_backend", stand_in("Backend"))
     return scheduler
 
 
@@ -118,7 +129,7 @@ def test_our_objects_pass() -> None:
     seams.check_running(fake_scheduler())
 
 
-@pytest.mark.parametrize("role", ["scheduler", "model_worker", "model_runner", "token_manager"])
+@pytest.mark.parametrize("role", ["scheduler", "model_worker", "model_runner", "token_manager", "request_pool"])
 def test_one_plain_object_is_found(role: str) -> None:
     with pytest.raises(SeamError, match=f"{role} is .*Foreign"):
         seams.check_running(fake_scheduler(**{role: Foreign()}))
@@ -127,6 +138,11 @@ def test_one_plain_object_is_found(role: str) -> None:
 def test_two_token_managers_are_found() -> None:
     with pytest.raises(SeamError, match="different token managers"):
         seams.check_running(fake_scheduler(runners_token_manager=stand_in("Allocator")))
+
+
+def test_host_rows_without_a_hybrid_backend_are_found() -> None:
+    with pytest.raises(SeamError, match="attention backend Backend is not hybrid"):
+        seams.check_running(fake_scheduler(has_host=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU device: set CUDA_VISIBLE_DEVICES=''")

@@ -17,9 +17,10 @@ namespace {
 
 // Best first: the first whose features are all present is chosen.
 constexpr Isa kIsas[] = {
-    {"amx", "Intel AMX tiles, bf16 and int8", "avx512f,avx512bw,avx512vl,avx512_bf16,amx_tile,amx_bf16,amx_int8"},
-    {"avx512_bf16", "AVX-512 with bf16 dot products", "avx512f,avx512bw,avx512dq,avx512vl,avx512_bf16"},
-    {"avx512", "AVX-512", "avx512f,avx512bw,avx512dq,avx512vl"},
+    {"amx", "Intel AMX tiles, bf16 and int8",
+     "avx512f,avx512bw,avx512dq,avx512vl,avx512_vnni,avx512_bf16,amx_tile,amx_bf16,amx_int8"},
+    {"avx512_bf16", "AVX-512 with bf16 dot products", "avx512f,avx512bw,avx512dq,avx512vl,avx512_vnni,avx512_bf16"},
+    {"avx512", "AVX-512 with VNNI", "avx512f,avx512bw,avx512dq,avx512vl,avx512_vnni"},
     {"avx2", "AVX2 with FMA and F16C", "avx2,fma,f16c"},
     {"neon", "Arm NEON", "neon"},
     {"scalar", "portable C++", ""},

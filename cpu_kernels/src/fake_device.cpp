@@ -247,8 +247,8 @@ void FakeDevice::main() {
 
 namespace {
 
-void fill_round_trips(HandoffService* service, const HandoffMemory& memory, uint64_t first_epoch, int steps, int items,
-                      std::vector<int64_t>* times) {
+void fill_round_trips(HandoffService* service, const HandoffMemory& memory, uint64_t first_epoch, int steps,
+                      const std::vector<Job>& jobs, std::vector<int64_t>* times) {
   const int handoffs = memory.handoffs();
   times->reserve(static_cast<size_t>(steps) * handoffs);
   for (int s = 0; s < steps; ++s) {
@@ -258,8 +258,7 @@ void fill_round_trips(HandoffService* service, const HandoffMemory& memory, uint
     step.overlap = 1;
     for (int i = 0; i < handoffs; ++i) {
       HandoffJob job;
-      job.job.items = items;
-      job.job.run = [](void*, int, int) {};
+      job.job = jobs[i];
       job.ready = memory.ready(i);
       job.done = memory.done(i);
       job.header = memory.header(i);
@@ -282,12 +281,19 @@ void fill_round_trips(HandoffService* service, const HandoffMemory& memory, uint
 
 }  // namespace
 
-std::vector<int64_t> measure_round_trips(HandoffService* service, uint64_t first_epoch, int steps, int handoffs,
-                                         int items) {
-  HandoffMemory memory(handoffs, 64, 64);
+Job empty_job(int items) {
+  Job job;
+  job.items = items;
+  job.run = [](void*, int, int) {};
+  return job;
+}
+
+std::vector<int64_t> measure_round_trips(HandoffService* service, uint64_t first_epoch, int steps,
+                                         const std::vector<Job>& jobs) {
+  HandoffMemory memory(static_cast<int>(jobs.size()), 0, 0);
   std::vector<int64_t> times;
   try {
-    fill_round_trips(service, memory, first_epoch, steps, items, &times);
+    fill_round_trips(service, memory, first_epoch, steps, jobs, &times);
   } catch (...) {
     service->close(0);  // it may name the flags of `memory` until then
     throw;

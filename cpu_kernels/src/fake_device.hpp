@@ -123,10 +123,13 @@ class FakeDevice {
   std::thread thread_;
 };
 
-// Times, in nanoseconds, from raising ready to seeing done=1, each for a job of `items` empty items (0: answered by the
-// thread that sees the flag), with this thread as the device. Submits steps of `handoffs` hand-offs with overlap 1; on
-// an error the service is closed and std::runtime_error thrown.
-std::vector<int64_t> measure_round_trips(HandoffService* service, uint64_t first_epoch, int steps, int handoffs,
-                                         int items);
+// A job whose items do nothing.
+Job empty_job(int items);
+
+// Times, in nanoseconds, from raising ready to seeing done=1, with this thread as the device. Submits steps with one
+// hand-off per job (a job without items is answered by the thread that sees the flag) and overlap 1; on an error the
+// service is closed and std::runtime_error thrown.
+std::vector<int64_t> measure_round_trips(HandoffService* service, uint64_t first_epoch, int steps,
+                                         const std::vector<Job>& jobs);
 
 }  // namespace cpu_kernels

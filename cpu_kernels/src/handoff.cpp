@@ -461,6 +461,10 @@ void HandoffService::submit(StepDescriptor step) {
     if (job.job.items < 0 || (job.job.items > 0 && !job.job.run)) {
       throw std::invalid_argument("a job needs items >= 0 and, if there are any, a function");
     }
+    if (job.job.workers > 0 && job.job.workers < state->pool->threads()) {
+      throw std::invalid_argument("a job is made for " + std::to_string(job.job.workers) + " workers, the pool has " +
+                                  std::to_string(state->pool->threads()));
+    }
     for (const uint32_t* flag : {static_cast<const uint32_t*>(job.ready), static_cast<const uint32_t*>(job.done)}) {
       if (!flag || reinterpret_cast<uintptr_t>(flag) % 4 != 0) {
         throw std::invalid_argument("ready and done must be addresses that are multiples of 4");

@@ -9,15 +9,16 @@ namespace cpu_kernels {
 
 const KernelTable* kernel_table(const char* isa) {
   const KernelTable* const tables[] = {
+#if defined(CPU_KERNELS_ONLY)  // sanitized builds leave out what takes minutes to compile
+      CPU_KERNELS_ONLY
+#else
 #if defined(__x86_64__)
-#if !defined(CPU_KERNELS_NO_AVX512)  // sanitized builds leave out what takes minutes to compile
-      &amx::kTable,      &avx512_bf16::kTable, &avx512::kTable,
-#endif
-      &amx_shim::kTable, &avx2::kTable,
+      &amx::kTable,    &avx512_bf16::kTable, &avx512::kTable, &amx_shim::kTable, &avx2::kTable,
 #elif defined(__aarch64__)
       &neon::kTable,
 #endif
       &scalar::kTable,
+#endif
   };
   for (const KernelTable* table : tables)
     if (std::strcmp(table->isa, isa) == 0) return table;

@@ -9,6 +9,7 @@
 namespace cpu_kernels {
 
 constexpr int kTile = 64;                         // tokens per step of the online softmax
+constexpr int kMergedParts = 64;                  // partial results that one merge takes
 constexpr int kMaxQueries = 64;                   // queries of one KV head that one pass over its tokens serves
 constexpr std::size_t kScratchFixed = 64 * 1024;  // bytes of a worker's scratch before the queries
 constexpr float kNoToken = -1e30f;                // running maximum of a row that has seen no token yet
@@ -17,9 +18,9 @@ constexpr float kNoToken = -1e30f;                // running maximum of a row th
 struct Tuning {
   int prefetch_hint = 2;         // 0 none, 1 T0, 2 T1, 3 T2, 4 NTA
   int prefetch_tiles = 1;        // 1 or 2: how many tiles of 64 tokens ahead
-  int min_split_tokens = 256;    // no KV split shorter than this
+  int min_split_tokens = 192;    // no KV split shorter than this
   int min_thread_tokens = 1024;  // tokens x KV heads below which one more thread does not pay
-  int splits_per_thread = 4;     // longer (row, head) runs than total / (threads * this) are split
+  int splits_per_thread = 2;     // (row, head) runs longer than what is left / (threads * this) are split
   int prefix_min_rows = 2;       // shared prefixes of fewer rows are read per row
   int dot_min_queries = 8;       // queries per KV head from which bf16 dot products replace fp32 FMA
   int tile_min_queries = 4;      // queries per KV head from which AMX tiles are used
@@ -70,7 +71,7 @@ struct KernelTable {
   // out[i][d] = o[i][d] / l[i] in `type` for `count` queries; lse[i] = natural log-sum-exp (lse may be null).
   void (*finish)(const float* o, const float* m, const float* l, int count, int head_dim, Type type, void* out,
                  float* lse);
-  // Merges `parts` partial results, each of `count` queries, into the first.
+  // Merges `parts` <= kMergedParts partial results, each of `count` <= 16 queries, into the first.
   void (*merge)(float* const* o, float* const* m, float* const* l, int parts, int count, int head_dim);
   // Writes tokens [first, first + tokens) of a page (page: K, V and scales of one head) from token-major rows of one
   // head; `type` is the rows' type. Other tokens of the page keep their bytes.

@@ -20,7 +20,7 @@ inline std::size_t type_bytes(Type t) { return t == Type::f32 ? 4 : t == Type::i
 
 // Tokens whose values stand interleaved in a page, so that one 32-bit lane holds what one dot-product instruction adds
 // up: V[token / group][dim][token % group]. Keys are never interleaved: K[token][dim].
-inline int value_group(Type t) { return 4 / static_cast<int>(type_bytes(t)); }
+inline int value_group(Type t) { return t == Type::f32 ? 1 : t == Type::i8 ? 4 : 2; }
 
 inline std::size_t align64(std::size_t n) { return (n + 63) & ~static_cast<std::size_t>(63); }
 

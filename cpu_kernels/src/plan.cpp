@@ -6,6 +6,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "append.hpp"
@@ -95,7 +96,6 @@ Plan::Plan(const PlanInput& in)
   const int per_id = pool_.slots ? 1 : layout.page_tokens;
   const char* ids = pool_.slots ? "slot" : "page";
   std::vector<int> first(rows_);
-  std::int64_t total = 0;
   for (int row = 0; row < rows_; ++row) {
     const int length = lengths_[row];
     if (length < 0) refuse(row_name(row) + "negative length");
@@ -108,7 +108,6 @@ Plan::Plan(const PlanInput& in)
       if (table_[begin + i] < 0 || table_[begin + i] >= pool_.pages)
         refuse(row_name(row) + ids + " id " + std::to_string(table_[begin + i]) + " is outside the pool of " +
                std::to_string(pool_.pages));
-    total += length - first[row];
   }
 
   // Which runs of tokens are read for a group, and which each row reads by itself.
@@ -148,61 +147,71 @@ Plan::Plan(const PlanInput& in)
     group_work.push_back(std::move(work));
   }
 
-  // Long runs are split so that the threads end together; splits end at tile boundaries.
-  const std::int64_t work = total * pool_.kv_heads;
-  const std::int64_t fair = work / (static_cast<std::int64_t>(in.threads) * std::max(1, in.tuning.splits_per_thread));
-  const int max_tokens =
-      in.threads == 1 ? (1 << 30) : round_up(std::max<std::int64_t>({fair, in.tuning.min_split_tokens, 1}), kTile);
-  // Partial results of the rows: which runs give one is known before any unit is made.
-  struct Piece {
-    int begin, end;
-    bool newest;
-  };
-  std::vector<std::vector<Piece>> own(rows_);
-  parts_begin_.assign(rows_ + 1, 0);
-  auto pieces_of = [&](int tokens) { return std::max(1, (tokens + max_tokens - 1) / max_tokens); };
-  auto split = [&](int begin, int end, auto&& add) {
-    const int count = pieces_of(end - begin);
-    const int step = round_up((static_cast<std::int64_t>(end - begin) + count - 1) / count, kTile);
-    for (int from = begin; from < end || from == begin;) {
-      const int to = std::min<std::int64_t>(end, (static_cast<std::int64_t>(from) / kTile) * kTile + step);
-      add(from, to);
-      if (to <= from) break;
-      from = to;
-    }
-  };
+  // Which runs each row reads by itself.
+  std::vector<std::vector<Run>> own(rows_);
   for (int row = 0; row < rows_; ++row) {
     const int length = lengths_[row];
-    auto take = [&](int begin, int end) {
-      if (end > begin) split(begin, end, [&](int a, int b) { own[row].push_back({a, b, b == length}); });
-    };
-    if (shared.empty() || shared[row].empty()) {
-      if (length == 0)
-        own[row].push_back({0, 0, false});
-      else
-        take(first[row], length);
-    } else {
+    if (length == 0) can_append_ = false;
+    int at = first[row];
+    if (!shared.empty()) {
       auto& runs = shared[row];
       std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.begin < b.begin; });
-      int at = first[row];
       for (const Run& run : runs) {
         if (run.begin < at) refuse(row_name(row) + "its prefix groups overlap");
-        take(at, run.begin);
+        if (run.begin > at) own[row].push_back({at, run.begin});
         at = run.end;
       }
       if (at == length) can_append_ = false;
-      take(at, length);
+      if (!runs.empty() && at == length) continue;
     }
-    if (length == 0) can_append_ = false;
+    if (at < length || length == 0) own[row].push_back({at, length});
   }
+
+  // What a unit costs before its first token, as a number of tokens: queries and results are converted.
+  constexpr int kUnitTokens = 16;
+
+  // The work, in tokens x KV heads, and what is left of it to be cut. Of a group, reading dominates up to about 16
+  // queries, arithmetic after that.
+  const int block_rows = std::max(1, kMaxQueries / heads_);
+  auto blocks_of = [&](const GroupWork& group) {
+    return (static_cast<int>(group.rows.size()) + block_rows - 1) / block_rows;
+  };
+  auto weight = [&](int queries) { return std::max(1.0, queries / 16.0); };
+  double left = 0;
+  for (const GroupWork& group : group_work) {
+    const double blocks = blocks_of(group);
+    left += (group.end - group.begin) * blocks * weight(static_cast<int>(group.rows.size() / blocks) * heads_);
+  }
+  for (int row = 0; row < rows_; ++row)
+    for (const Run& run : own[row]) left += run.end - run.begin + kUnitTokens;
+  left *= pool_.kv_heads;
+
+  // Cuts a run into pieces that end at tile boundaries. No piece of a head is more than its thread's share of what is
+  // left, divided by splits_per_thread: whole rows while there is much, ever shorter pieces towards the end, so that
+  // the threads end together although they are not equally fast.
+  auto cut = [&](Run run, double token_weight, auto&& add) {
+    int from = run.begin;
+    do {
+      const double share = left / (static_cast<double>(in.threads) * std::max(1, in.tuning.splits_per_thread));
+      const double most = std::max<double>(share / token_weight, std::max(1, in.tuning.min_split_tokens));
+      const int tile = from / kTile * kTile;
+      int to = run.end;
+      // A rest that is shorter than half a piece goes with it.
+      if (in.threads > 1 && (run.end - tile) > 1.5 * most)
+        to = static_cast<int>(tile + round_up(static_cast<std::int64_t>(most), kTile));
+      to = std::min(to, run.end);
+      add(from, to);
+      left -= (to - from) * token_weight * pool_.kv_heads;
+      from = to;
+    } while (from < run.end);
+  };
 
   // Groups first: they are the longest items.
   std::vector<std::vector<Parts>> row_parts(rows_);
   std::vector<double> cost;
-  const int block_rows = std::max(1, kMaxQueries / heads_);
   for (const GroupWork& group : group_work) {
-    const int count = static_cast<int>(group.rows.size()), blocks = (count + block_rows - 1) / block_rows;
-    split(group.begin, group.end, [&](int begin, int end) {
+    const int count = static_cast<int>(group.rows.size()), blocks = blocks_of(group);
+    cut({group.begin, group.end}, blocks * weight(count / blocks * heads_), [&](int begin, int end) {
       for (int block = 0; block < blocks; ++block) {
         const int from = static_cast<int>(static_cast<std::int64_t>(count) * block / blocks);
         const int to = static_cast<int>(static_cast<std::int64_t>(count) * (block + 1) / blocks);
@@ -212,8 +221,7 @@ Plan::Plan(const PlanInput& in)
         for (int head = 0; head < pool_.kv_heads; ++head) {
           units_.push_back({table_begin_[group.rows[0]], begin, end, head, rows_at, to - from,
                             partials_ + head * (to - from), false});
-          // Reading dominates up to about 16 queries, arithmetic after that.
-          cost.push_back((end - begin) * std::max(1.0, (to - from) * heads_ / 16.0));
+          cost.push_back((end - begin) * weight((to - from) * heads_));
         }
         max_queries_ = std::max(max_queries_, (to - from) * heads_);
         partials_ += pool_.kv_heads * (to - from);
@@ -223,18 +231,22 @@ Plan::Plan(const PlanInput& in)
   for (int row = 0; row < rows_; ++row) {
     const int rows_at = static_cast<int>(unit_rows_.size());
     unit_rows_.push_back(row);
-    const bool alone = own[row].size() == 1 && row_parts[row].empty();
-    for (const Piece& piece : own[row]) {
+    max_queries_ = std::max(max_queries_, heads_);
+    std::vector<Run> pieces;
+    for (const Run& run : own[row]) cut(run, 1.0, [&](int begin, int end) { pieces.push_back({begin, end}); });
+    const bool alone = pieces.size() == 1 && row_parts[row].empty();
+    for (const Run& piece : pieces) {
+      const bool newest = piece.end == lengths_[row] && piece.end > 0;
       if (!alone) row_parts[row].push_back({partials_, 1});
       for (int head = 0; head < pool_.kv_heads; ++head) {
         units_.push_back(
-            {table_begin_[row], piece.begin, piece.end, head, rows_at, 1, alone ? -1 : partials_ + head, piece.newest});
-        cost.push_back(piece.end - piece.begin + 1.0);
+            {table_begin_[row], piece.begin, piece.end, head, rows_at, 1, alone ? -1 : partials_ + head, newest});
+        cost.push_back(piece.end - piece.begin + kUnitTokens);
       }
       if (!alone) partials_ += pool_.kv_heads;
     }
-    if (rows_ > 0) max_queries_ = std::max(max_queries_, heads_);
   }
+  parts_begin_.assign(rows_ + 1, 0);
   for (int row = 0; row < rows_; ++row) {
     parts_.insert(parts_.end(), row_parts[row].begin(), row_parts[row].end());
     parts_begin_[row + 1] = static_cast<int>(parts_.size());
@@ -242,7 +254,7 @@ Plan::Plan(const PlanInput& in)
 
   // Units are taken in bundles, so that a worker knows what comes next and can prefetch it: large bundles first, small
   // ones at the end, where they even out what the threads have left.
-  double left = 0;
+  left = 0;
   for (double c : cost) left += c;
   const double least = std::max(1, in.tuning.min_thread_tokens);
   const int useful = static_cast<int>(std::min<double>(in.threads, std::max(1.0, left / least)));
@@ -257,8 +269,7 @@ Plan::Plan(const PlanInput& in)
   }
 
   const int targets = rows_ * pool_.kv_heads;
-  arrived_ = std::make_unique<std::atomic<int>[]>(std::max(1, targets));
-  reset();
+  arrived_ = std::make_unique<std::atomic<int>[]>(std::max(1, targets));  // zeros
   const std::size_t dim = layout.head_dim;
   const std::size_t scratch = align64(scratch_bytes(std::max(1, max_queries_), layout.head_dim));
   const std::size_t worker_o = align64(std::max(1, max_queries_) * dim * sizeof(float));
@@ -277,8 +288,17 @@ Plan::Plan(const PlanInput& in)
   partial_l_ = reinterpret_cast<float*>(at + o_bytes + l_bytes);
 }
 
-void Plan::reset() {
+void Plan::begin() {
+  if (running_.exchange(true, std::memory_order_acq_rel))
+    throw std::runtime_error("the plan is running: it has one workspace and runs one layer at a time");
+  if (!cut_short_) return;
   for (int i = 0; i < rows_ * pool_.kv_heads; ++i) arrived_[i].store(0, std::memory_order_relaxed);
+  cut_short_ = false;
+}
+
+void Plan::end(bool whole) {
+  cut_short_ = !whole;
+  running_.store(false, std::memory_order_release);
 }
 
 Segment Plan::segment(const LayerIo& io, const Unit& unit, int worker) const {
@@ -354,8 +374,7 @@ void Plan::run_item(const LayerIo& io, int item, int worker) {
       std::atomic<int>& arrived = arrived_[row * pool_.kv_heads + unit.head];
       if (arrived.fetch_add(1, std::memory_order_acq_rel) != parts - 1) continue;
       arrived.store(0, std::memory_order_relaxed);
-      constexpr int kAtOnce = 64;
-      float *o[kAtOnce], *pm[kAtOnce], *pl[kAtOnce];
+      float *o[kMergedParts], *pm[kMergedParts], *pl[kMergedParts];
       auto put = [&](int to, int part) {
         const Parts& p = parts_[begin + part];
         const std::int64_t at = static_cast<std::int64_t>(p.first + unit.head * p.per_head) * heads_;
@@ -366,7 +385,7 @@ void Plan::run_item(const LayerIo& io, int item, int worker) {
       put(0, 0);
       for (int part = 1; part < parts;) {
         int count = 1;
-        for (; count < kAtOnce && part < parts; ++count, ++part) put(count, part);
+        for (; count < kMergedParts && part < parts; ++count, ++part) put(count, part);
         kernels_->merge(o, pm, pl, count, heads_, dim);
       }
       finish_row(io, row, unit.head, o[0], pm[0], pl[0]);
@@ -393,15 +412,20 @@ WorkCost Plan::total_cost() const {
 }
 
 void Plan::run(const LayerIo& io, int threads) {
+  begin();
   std::atomic<int> next{0};
   auto work = [&](int worker) {
     for (int item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items();) run_item(io, item, worker);
   };
   threads = std::min({threads, workers_, items()});
   std::vector<std::thread> others;
-  for (int worker = 1; worker < threads; ++worker) others.emplace_back(work, worker);
+  try {
+    for (int worker = 1; worker < threads; ++worker) others.emplace_back(work, worker);
+  } catch (const std::system_error&) {  // those that there are do it all
+  }
   work(0);
   for (std::thread& thread : others) thread.join();
+  end(true);
 }
 
 }  // namespace cpu_kernels

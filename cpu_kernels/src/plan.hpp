@@ -67,21 +67,26 @@ class Plan {
   Plan& operator=(const Plan&) = delete;
 
   // How many items the work is cut into. Items may run in any order, at the same time, on any thread; `worker` <
-  // workers() names the scratch memory, no two running items may share it. All items of one layer must end before the
-  // first of the next begins: whoever is last at a (row, head) merges its partial results and writes the output.
+  // workers() names the scratch memory, no two running items may share it. Whoever is last at a (row, head)
+  // merges its partial results and writes the output.
   int items() const { return static_cast<int>(bundles_.size()) - 1; }
   int workers() const { return workers_; }
   void run_item(const LayerIo& io, int item, int worker);
+
+  // A run of one layer is begin(), every item once, end(true); or, if it is cut short, end(false) when none of its
+  // items runs any more. The workspace belongs to the run between the two: begin() throws std::runtime_error if there
+  // is another one, and clears what one that was cut short has left.
+  void begin();
+  void end(bool whole);
+
   WorkCost item_cost(int item) const;
   WorkCost total_cost() const;
 
-  // All items, on this thread and `threads` - 1 more that live for this call. For measurements and scripts; a step
+  // A whole run, on this thread and `threads` - 1 more that live for this call. For measurements and scripts; a step
   // uses a pool of persistent workers.
   void run(const LayerIo& io, int threads);
 
   bool can_append() const { return can_append_; }
-  // Prepares to be run again after a run that did not finish.
-  void reset();
   int units() const { return static_cast<int>(units_.size()); }
   int partials() const { return partials_; }
   const KernelTable& kernels() const { return *kernels_; }
@@ -121,7 +126,9 @@ class Plan {
   std::vector<int> parts_begin_;  // [rows + 1]
   int partials_ = 0;
   int max_queries_ = 0;
-  std::unique_ptr<std::atomic<int>[]> arrived_;  // [row][kv_head]
+  std::unique_ptr<std::atomic<int>[]> arrived_;  // [row][kv_head], all 0 between whole runs
+  std::atomic<bool> running_{false};
+  bool cut_short_ = false;  // of the run before; whoever has set running_ owns it
 
   struct Block;  // aligned memory, reused from plan to plan
   std::unique_ptr<Block> memory_;

@@ -14,6 +14,7 @@ struct PlanRun {
   // The job refers to this object, which must stay where it is until the job has ended.
   void make_job() {
     job.items = plan->items();
+    job.workers = plan->workers();
     job.context = this;
     job.run = [](void* context, int item, int worker) {
       const PlanRun& self = *static_cast<PlanRun*>(context);
@@ -23,6 +24,10 @@ struct PlanRun {
       const WorkCost cost = static_cast<PlanRun*>(context)->plan->item_cost(item);
       out->bytes = cost.bytes;
       out->tokens = cost.tokens;
+    };
+    job.begin = [](void* context) { static_cast<PlanRun*>(context)->plan->begin(); };
+    job.end = [](void* context, JobResult result) {
+      static_cast<PlanRun*>(context)->plan->end(result == JobResult::kDone);
     };
   }
 };

@@ -41,9 +41,12 @@ void store_fence() {
 
 void copy_message(char* out, const char* text) { std::snprintf(out, kMessage, "%s", text ? text : ""); }
 
-// A ticket holds the low half of the job's number and how many of its items nobody has taken. A worker that was asleep
-// while the slot got another job fails to take an item instead of taking one of the wrong job.
-uint64_t make_ticket(uint64_t sequence, uint32_t left) { return (sequence << 32) | left; }
+// A ticket holds the low half of the job's number and, above kNone, how many of its items nobody has taken. Taking one
+// is a single subtraction, which cannot fail and be repeated as a compare-and-swap can when all workers want an item at
+// the same moment; so the count also goes below kNone, by one for every worker that came too late.
+constexpr uint32_t kNone = uint32_t{1} << 31;
+uint64_t make_ticket(uint64_t sequence, int left) { return (sequence << 32) | (kNone + static_cast<uint32_t>(left)); }
+int left_of(uint64_t ticket) { return static_cast<int>(static_cast<int64_t>(ticket & 0xffffffffu) - kNone); }
 
 // Written by one thread, read by any: a sequence lock whose fields are atomics, so that no reader sees half an update.
 struct alignas(64) Account {
@@ -127,7 +130,7 @@ struct alignas(64) Account {
 };
 
 struct alignas(64) Slot {
-  std::atomic<uint64_t> ticket{0};
+  std::atomic<uint64_t> ticket{make_ticket(0, 0)};
   alignas(64) std::atomic<int> unfinished{0};
   std::atomic<int> failed{0};  // 1: `message` is being or was written
   std::atomic<int> cancelled{0};
@@ -144,6 +147,13 @@ struct alignas(64) Slot {
 };
 
 thread_local const void* t_inside = nullptr;  // the pool whose item this thread is running
+
+// Why a job cannot run on so many threads, or "".
+std::string misfit(const Job& job, int threads) {
+  if (job.workers > 0 && job.workers < threads)
+    return "the job is made for " + std::to_string(job.workers) + " workers, the pool has " + std::to_string(threads);
+  return "";
+}
 
 }  // namespace
 
@@ -231,6 +241,7 @@ struct WorkerPool::State {
 
   // `helpers`: how many sleeping workers are worth waking.
   bool submit(const Job& job, JobFinished finished, void* finished_context, uint64_t* sequence, int helpers) {
+    if (std::string why = misfit(job, options.threads); !why.empty()) throw std::invalid_argument(why);
     {
       std::lock_guard<std::mutex> lock(submit_mutex);
       std::string why = refusal();
@@ -238,6 +249,7 @@ struct WorkerPool::State {
       uint64_t next = published.load(std::memory_order_relaxed);
       Slot& slot = slots[next % kRing];
       if (slot.free_for.load(std::memory_order_acquire) != next) return false;
+      if (job.begin) job.begin(job.context);
       slot.job = job;
       slot.finished = finished;
       slot.finished_context = finished_context;
@@ -246,27 +258,25 @@ struct WorkerPool::State {
       slot.cancelled.store(0, std::memory_order_relaxed);
       slot.unfinished.store(job.items, std::memory_order_relaxed);
       *sequence = next;
-      slot.ticket.store(make_ticket(next, static_cast<uint32_t>(job.items)), std::memory_order_release);
+      slot.ticket.store(make_ticket(next, job.items), std::memory_order_release);
       published.store(next + 1, std::memory_order_seq_cst);
     }
     if (helpers > 0) wake(helpers);
     return true;
   }
 
-  // Takes `count` items (all that are left if 0) of job `sequence`; how many were taken. *first: index of the first.
-  int take(uint64_t sequence, int count, uint32_t* left_before) {
-    Slot& slot = slots[sequence % kRing];
-    uint64_t seen = slot.ticket.load(std::memory_order_acquire);
-    for (;;) {
-      uint32_t left = static_cast<uint32_t>(seen);
-      if (static_cast<uint32_t>(seen >> 32) != static_cast<uint32_t>(sequence) || left == 0) return 0;
-      uint32_t want = count == 0 ? left : static_cast<uint32_t>(count);
-      // Acquire: pairs with the release in submit, so the job's fields are visible to whoever holds an item.
-      if (slot.ticket.compare_exchange_weak(seen, seen - want, std::memory_order_acq_rel, std::memory_order_acquire)) {
-        *left_before = left;
-        return static_cast<int>(want);
-      }
-    }
+  // Takes an item of job *sequence and returns its index; -1: none is left. A worker that was asleep may find a newer
+  // job in the slot: it then has an item of that one, and *sequence says so. Whoever holds an unfinished item of a job
+  // knows that its slot stays.
+  int take(uint64_t* sequence) {
+    Slot& slot = slots[*sequence % kRing];
+    // Acquire: pairs with the release in submit, so the job's fields are visible to whoever holds an item.
+    const uint64_t seen = slot.ticket.fetch_sub(1, std::memory_order_acq_rel);
+    const int left = left_of(seen);
+    if (left <= 0) return -1;
+    *sequence += static_cast<uint64_t>(static_cast<int64_t>(
+        static_cast<int32_t>(static_cast<uint32_t>(seen >> 32) - static_cast<uint32_t>(*sequence))));
+    return slot.job.items - left;
   }
 
   void finish(uint64_t sequence, int count) {
@@ -275,16 +285,20 @@ struct WorkerPool::State {
     JobResult result = slot.failed.load(std::memory_order_relaxed)      ? JobResult::kFailed
                        : slot.cancelled.load(std::memory_order_relaxed) ? JobResult::kCancelled
                                                                         : JobResult::kDone;
+    if (slot.job.end) slot.job.end(slot.job.context, result);
     slot.finished(slot.finished_context, result, slot.message);
     slot.free_for.store(sequence + kRing, std::memory_order_release);
   }
 
   void cancel(uint64_t sequence) {
-    uint32_t left = 0;
-    int taken = take(sequence, 0, &left);
-    if (taken == 0) return;
-    slots[sequence % kRing].cancelled.store(1, std::memory_order_relaxed);
-    finish(sequence, taken);
+    Slot& slot = slots[sequence % kRing];
+    uint64_t seen = slot.ticket.load(std::memory_order_acquire);
+    do {
+      if (static_cast<uint32_t>(seen >> 32) != static_cast<uint32_t>(sequence) || left_of(seen) <= 0) return;
+    } while (!slot.ticket.compare_exchange_weak(seen, make_ticket(sequence, 0), std::memory_order_acq_rel,
+                                                std::memory_order_acquire));
+    slot.cancelled.store(1, std::memory_order_relaxed);
+    finish(sequence, left_of(seen));
   }
 
   void cancel_all() {
@@ -292,19 +306,20 @@ struct WorkerPool::State {
     for (uint64_t s = end > kRing ? end - kRing : 0; s < end; ++s) cancel(s);
   }
 
-  // Ends an item whatever way run() was left: by return, by an exception, or because the thread ends.
-  struct Item {
+  // Items of one job that a worker has taken. They count as finished when it is destroyed, whatever way run() was left:
+  // by return, by an exception, or because the thread ends.
+  struct Hold {
     State* state;
     uint64_t sequence;
     int worker;
-    ItemCost cost;
-    bool returned = false;
-    ~Item() {
-      Slot& slot = state->slots[sequence % kRing];
-      if (!returned) {
+    int count = 0;
+    bool inside = false;
+    ItemCost cost = {};
+    ~Hold() {
+      if (inside) {
         char text[kMessage];
         std::snprintf(text, sizeof text, "worker %d ended inside the job", worker);
-        slot.fail(text);
+        state->slots[sequence % kRing].fail(text);
         {
           std::lock_guard<std::mutex> lock(state->submit_mutex);
           state->dead_worker.store(worker, std::memory_order_release);
@@ -312,29 +327,31 @@ struct WorkerPool::State {
         // Nobody may be left to take them.
         state->cancel_all();
         t_inside = nullptr;
+        state->accounts[worker].item_ends(now_ns(), cost);
       }
-      state->accounts[worker].item_ends(now_ns(), cost);
-      state->finish(sequence, 1);
+      state->finish(sequence, count);
     }
   };
 
   // Runs items of job `sequence` until none is left; whether there was one.
   bool run_items(uint64_t sequence, int worker) {
-    bool any = false;
-    uint32_t left = 0;
-    while (take(sequence, 1, &left) == 1) {
-      any = true;
-      Slot& slot = slots[sequence % kRing];
-      Item guard{this, sequence, worker, {}};
-      accounts[worker].item_begins(now_ns());
-      const Job& job = slot.job;
-      int item = job.items - static_cast<int>(left);
+    int item = take(&sequence);
+    if (item < 0) return false;
+    Hold hold{this, sequence, worker};
+    Slot& slot = slots[sequence % kRing];
+    const Job& job = slot.job;
+    Account& account = accounts[worker];
+    for (int64_t now = now_ns(); item >= 0; item = take(&sequence)) {
+      ++hold.count;
+      account.item_begins(now);
+      hold.cost = {};
+      hold.inside = true;
       t_inside = this;
       try {
         // After a failure the rest of the job is skipped: nothing of it will be used.
         if (!slot.failed.load(std::memory_order_relaxed)) {
           job.run(job.context, item, worker);
-          if (job.cost) job.cost(job.context, item, &guard.cost);
+          if (job.cost) job.cost(job.context, item, &hold.cost);
         }
       } catch (const std::exception& error) {
         slot.fail(error.what());
@@ -343,11 +360,12 @@ struct WorkerPool::State {
         if (!abi::__cxa_current_exception_type()) throw;
         slot.fail("an exception that is not a std::exception");
       }
-      if (job.streaming_stores) store_fence();
       t_inside = nullptr;
-      guard.returned = true;
+      hold.inside = false;
+      account.item_ends(now = now_ns(), hold.cost);
     }
-    return any;
+    if (job.streaming_stores) store_fence();
+    return true;
   }
 
   // ---- sleeping and waking
@@ -562,7 +580,7 @@ JobResult WorkerPool::run(const Job& job, bool participate, std::string* message
   Waiting waiting;
   waiting.state = state;
   std::unique_lock<std::mutex> caller(state->caller_mutex, std::defer_lock);
-  bool takes_part = participate && caller.try_lock();
+  bool takes_part = participate && (job.workers == 0 || job.workers > threads()) && caller.try_lock();
   uint64_t sequence = 0;
   for (int spins = 0; !state->submit(job, wake_waiting, &waiting, &sequence, job.items - takes_part);) relax(&spins);
   if (takes_part) {

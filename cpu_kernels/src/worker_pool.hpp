@@ -22,6 +22,8 @@ struct ItemCost {
   int64_t tokens = 0;
 };
 
+enum class JobResult { kDone, kFailed, kCancelled };
+
 using RunItem = void (*)(void* context, int item, int worker);
 using CostItem = void (*)(void* context, int item, ItemCost* out);
 
@@ -31,16 +33,22 @@ using CostItem = void (*)(void* context, int item, ItemCost* out);
 // failed.
 struct Job {
   int items = 0;
+  // How many values of `worker` run() knows, 0 for any: a pool with more threads refuses the job, and a caller of run()
+  // whose number would be too high does not take part.
+  int workers = 0;
   RunItem run = nullptr;
   void* context = nullptr;
   // Optional: what the item cost, asked after it ran.
   CostItem cost = nullptr;
-  // run() uses non-temporal stores: every worker then issues a store fence before its item counts as finished, because
+  // Optional: begin() is called by the submitting thread before any item can run, and may throw, which refuses the job.
+  // end() is called by the thread that ends the job, when no item runs any more and before anybody is told. What is
+  // between the two has the context to itself.
+  void (*begin)(void* context) = nullptr;
+  void (*end)(void* context, JobResult result) = nullptr;
+  // run() uses non-temporal stores: every worker then issues a store fence before its items count as finished, because
   // such stores are not ordered by the release that announces the end of the job.
   bool streaming_stores = false;
 };
-
-enum class JobResult { kDone, kFailed, kCancelled };
 
 // Called once, by the thread that finished the last item, with the message of the first failure (or ""). Must not
 // throw, block or call back into the pool.
@@ -89,12 +97,13 @@ class WorkerPool {
 
   // Runs a job and returns when all of it is finished. With `participate` the calling thread runs items too (if another
   // caller is not doing so already); a job of one item then wakes nobody. *message gets the text of the first failure.
-  // Throws std::runtime_error if the pool cannot take jobs (see submit) or the caller is itself inside a job.
+  // Throws what submit throws, and std::runtime_error if the caller is itself inside a job.
   JobResult run(const Job& job, bool participate, std::string* message = nullptr);
 
   // Submits a job of at least one item and returns at once. False: kRing jobs are unfinished, try again. The job's
-  // number, for cancel(), is stored in *sequence before any worker can see the job. Throws std::runtime_error after
-  // close(), in a child process that was forked from the owner, and after a worker ended inside a job.
+  // number, for cancel(), is stored in *sequence before any worker can see the job. Throws std::invalid_argument for a
+  // malformed job or one for fewer workers, std::runtime_error after close(), in a child process that was forked from
+  // the owner, and after a worker ended inside a job; and whatever the job's begin() throws.
   bool submit(const Job& job, JobFinished finished, void* finished_context, uint64_t* sequence);
 
   // Takes back the items of a job that no worker has begun. If that leaves none unfinished, the completion is called

@@ -1,1 +1,1 @@
-"""KV cache in host memory. Today: how much memory there is to have."""
+"""KV cache in host memory: how much, the memory, its pages, and the copies to and from the device's pool."""

@@ -112,6 +112,17 @@ class _ProcessState:
                 Path(value.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
+_imports_set_apart = False
+
+
+def _collect_garbage() -> None:
+    global _imports_set_apart
+    gc.collect()
+    if not _imports_set_apart:
+        gc.freeze()  # what SGLang's imports left, millions of objects, is here to stay: not to be walked through again
+        _imports_set_apart = True
+
+
 class InProcessScheduler:
     """A real scheduler with its event loop. Use as a context manager: there can be one at a time in a process."""
 
@@ -143,6 +154,8 @@ class InProcessScheduler:
             scheduler.ipc_channels.send_to_tokenizer.socket,
             scheduler.ipc_channels.send_to_detokenizer.socket,
         ]
+        # Nor does anybody wake one that sleeps: on the CPU device an idle scheduler waits a second for its sockets.
+        scheduler.idle_sleeper = None
         scheduler.ipc_channels.send_to_tokenizer.socket = None
         scheduler.ipc_channels.send_to_detokenizer.socket = None
         return scheduler
@@ -162,9 +175,11 @@ class InProcessScheduler:
         context.term()
         if self.scheduler.load_snapshot_writer is not None:
             self.scheduler.load_snapshot_writer.close()
+        if self.kind == "neo":
+            self.scheduler.tp_worker.model_runner.neo_close()
         self.scheduler = None
         self._state.close()
-        gc.collect()
+        _collect_garbage()
 
     # -- running requests -------------------------------------------------------------------------------------
 
@@ -339,7 +354,7 @@ class InProcessRunner:
         if self.worker is not None:
             self.worker = None
             self._state.close()
-            gc.collect()
+            _collect_garbage()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], steps: int, on_step: Callable[[Any, int], None] | None = None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from cpu_kernels.workers import (
     device_write,
     percentile,
 )
-from tests.kernels.test_workers import address, job, run_in_child
+from tests.kernels.test_workers import RUN, address, job, run_in_child
 
 ORDERS = ["sync", "pipelined", "deferred"]
 LONG = 60.0  # a wait that only a hang reaches
@@ -277,22 +275,20 @@ def test_a_descriptor_is_copied(service: HandoffService) -> None:
     assert ran == ["first"]
 
 
-def test_contexts_are_replaced_for_the_next_step(service: HandoffService) -> None:
+def test_jobs_are_replaced_for_the_next_step(service: HandoffService) -> None:
     memory = HandoffMemory(3, 0, 0)
     contexts: list[int | None] = []
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)(
-        lambda context, item, worker: contexts.append(context)
-    )
+    run = RUN(lambda context, item, worker: contexts.append(context))
     handoffs = one(memory, Job(1, address(run), 5, keepalive=run))
-    following = handoffs.with_contexts(array("Q", [10, 20, 30]), items=2)
-    with pytest.raises(ValueError, match="2 contexts for 3 hand-offs"):
-        handoffs.with_contexts(array("Q", [1, 2]))
+    following = handoffs.with_jobs([Job(2, address(run), 10), None, Job(1, address(run), 30)])
+    with pytest.raises(ValueError, match="2 jobs for 3 hand-offs"):
+        handoffs.with_jobs([None, None])
     for epoch, step in enumerate((handoffs, following), start=1):
         service.submit(Step(epoch, 0, step, overlap=1))
         for i in range(3):
             device_write(memory.ready(i), 1)
         assert service.wait_epoch(epoch, LONG)
-    assert contexts == [5, 5, 5, 10, 10, 20, 20, 30, 30]
+    assert contexts == [5, 5, 5, 10, 10, 30]
 
 
 def test_malformed_steps_are_refused(service: HandoffService) -> None:
@@ -415,7 +411,7 @@ def test_a_forked_child_is_told(pool: WorkerPool, service: HandoffService) -> No
 
 def test_round_trips_are_measured(service: HandoffService) -> None:
     for items in (0, 1, 3):
-        times = service.measure_round_trips(steps=3, handoffs=10, items=items)
+        times = service.measure_round_trips(steps=3, jobs=[items] * 10)
         assert len(times) == 30 and all(t > 0 for t in times)
         assert percentile(times, 0) == min(times) and percentile(times, 1) == max(times)
     assert service.status().complete_steps == 9
@@ -429,8 +425,16 @@ def test_the_command_prints_one_line_of_json(
     before = os.sched_getaffinity(0)
     assert workers.main() == 0
     row = json.loads(capsys.readouterr().out)
-    assert row["threads"] == 1 and 0 < row["p50_ns"] <= row["p100_ns"]
+    assert row["threads"] == 1 and row["items"] == 1 and 0 < row["p50_ns"] <= row["p100_ns"]
+    attention = ["--attention", "2x65", "--shape", "8,2,64", "--layers", "3"]
+    monkeypatch.setattr("sys.argv", ["workers", "--threads", "1", "--reserve", "0", "--steps", "2", *attention])
+    assert workers.main() == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["attention"] == "2x65" and 0 < row["p50_ns"] <= row["p100_ns"]
     assert os.sched_getaffinity(0) == before
     monkeypatch.setattr("sys.argv", ["workers", "--threads", "100000"])
     assert workers.main() == 2
     assert "Ask for fewer" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["workers", "--threads", "1", "--reserve", "0", "--attention", "much"])
+    assert workers.main() == 2
+    assert "ROWSxTOKENS" in capsys.readouterr().err

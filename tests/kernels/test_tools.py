@@ -165,12 +165,6 @@ def test_others_that_are_not_installed_are_one_line(
     ]
 
 
-def test_the_plain_probe_has_one_stream() -> None:
-    args = ["--cases", "1x64", "--dtypes", "bf16", "--threads", "1", "--no-compare", "--plain-probe", *TINY]
-    _, options = bench.parse(args)
-    assert "streams" not in bench.run(options)["probes"]["1"]["loop"]
-
-
 def test_absolute_paths_do_not_enter_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", "--json", "/somewhere/private/results.json"])
     _, options = bench.parse(["--cases", "1x64", "--dtypes", "bf16", "--threads", "1", "--no-compare", *TINY])
@@ -348,11 +342,9 @@ def test_bad_read_jobs_are_refused() -> None:
         with pytest.raises(ValueError):
             _probe.ReadJob(variant, address, size, chunk)
     job = _probe.ReadJob(len(_probe.variants()) - 1, good.address, (1 << 20) + 5, 1 << 18)
-    assert job.bytes == 1 << 20 and _probe.job_parts(job.address)[0] == 4
+    assert job.bytes == 1 << 20
     with pytest.raises(ValueError):
         job.run(0)
-    with pytest.raises(ValueError):
-        _probe.job_parts(0)
 
 
 def test_threads_run_every_item_once() -> None:
@@ -367,6 +359,28 @@ def test_threads_run_every_item_once() -> None:
             out[:] = 0xFFFF
             assert threads.seconds(job, job) > 0
             assert not out.any()
+
+
+def test_measuring_threads_are_pinned_only_while_they_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = os.sched_getaffinity(0)
+    seen: list[set[int]] = []
+
+    class Look:
+        address = 0
+
+        def run(self, threads: int) -> None:
+            seen.append(os.sched_getaffinity(0))
+
+    with worker_threads() as make_threads:
+        make_threads(1).seconds(Look())
+        assert os.sched_getaffinity(0) == usable
+        for count in (len(usable), len(usable) + 1):
+            threads = make_threads(count)
+            cores = threads.pool.cores if threads.pool else ()
+            if count <= len(usable):
+                assert {*cores, threads.core} == usable and seen[0] == {threads.core}
+            else:
+                assert cores == () and threads.core is None, "more threads than cores: left to the system"
 
 
 # ---- calibration

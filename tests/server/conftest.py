@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-from bench.servers import Server, ServerPool, ServerSpec, extra_flags
+from bench.servers import PORTS, Server, ServerPool, ServerSpec, extra_flags
 
 _POOL = pytest.StashKey[ServerPool]()
 
 
-@pytest.fixture(scope="session")
+def own_ports() -> range:
+    """Ports that no other process of this test run uses: pytest-xdist's workers are gw0, gw1, ..."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    size = len(PORTS) // 16
+    return PORTS[worker % 16 * size :][:size]
+
+
+@pytest.fixture(scope="package")
 def servers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[ServerPool]:
-    pool = ServerPool(tmp_path_factory.mktemp("servers"))
+    pool = ServerPool(tmp_path_factory.mktemp("servers"), own_ports())
     pytestconfig.stash[_POOL] = pool
     yield pool
     pool.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.servers import ServerPool, ServerSpec, check_told_in_one_line, free_port
+from bench.servers import READY_SECONDS, ServerPool, ServerSpec, check_told_in_one_line, free_port
 from sglang_neo import launch_server
 
 Launch = Callable[..., tuple[int, str]]
@@ -225,7 +225,7 @@ def test_damaged_weights(servers: ServerPool, tiny_spec: ServerSpec, broken: Pat
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     with servers.starting(ServerSpec(broken, (*tiny_spec.flags, "--dp-size", "2"))) as server:
-        assert server.wait_exit(240) == 2
+        assert server.wait_exit(READY_SECONDS) == 2
         server.check_gone()
         check_told_in_one_line(server.log(), ["weights is damaged"])
 
@@ -234,7 +234,7 @@ def test_unsupported_architecture(servers: ServerPool, tiny_spec: ServerSpec, br
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))
     with servers.starting(ServerSpec(broken, tiny_spec.flags)) as server:
-        assert server.wait_exit(240) == 2
+        assert server.wait_exit(READY_SECONDS) == 2
         server.check_gone()
         check_told_in_one_line(server.log(), ["NoSuchForCausalLM"])
 
@@ -242,6 +242,6 @@ def test_unsupported_architecture(servers: ServerPool, tiny_spec: ServerSpec, br
 def test_bad_tokenizer_path(servers: ServerPool, tiny_spec: ServerSpec, tmp_path: Path) -> None:
     flags = ("--skip-server-warmup", "--tokenizer-path", str(tmp_path / "none"))
     with servers.starting(ServerSpec(tiny_spec.model, flags)) as server:
-        assert server.wait_exit(240) == 2
+        assert server.wait_exit(READY_SECONDS) == 2
         server.check_gone()
         check_told_in_one_line(server.log(), ["tokenizer", "none"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
+import runpy
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +15,17 @@ import openai
 import pytest
 import requests
 
-from bench.servers import PLAIN, Server, ServerPool, ServerSpec, generate_body, wait_until
+from bench.servers import (
+    PLAIN,
+    Server,
+    ServerPool,
+    ServerSpec,
+    check_told_in_one_line,
+    generate_body,
+    wait_until,
+)
 from sglang_neo import __version__
+from tests.harness.streams import Streams
 
 CAPITAL = "The capital of France is"
 PROMPTS = [
@@ -188,32 +197,45 @@ def metric(server: Server, name: str) -> float:
     return sum(map(float, values))
 
 
-def test_load_generator_of_sglang(neo: Server, smollm2: Path, tmp_path: Path) -> None:
+def test_load_generator_of_sglang(neo: Server, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("datasets") is None:
         pytest.skip("sglang.benchmark.serving imports the package `datasets`, which is not installed")
     out = tmp_path / "result.jsonl"
-    command = [
-        *(sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", neo.url),
+    argv = [
+        *("sglang.benchmark.serving", "--backend", "sglang", "--base-url", neo.url),
         *("--model", str(smollm2), "--dataset-name", "random-ids", "--num-prompts", "4", "--random-input-len", "16"),
         *("--random-output-len", "8", "--random-range-ratio", "1.0", "--max-concurrency", "2", "--seed", "1"),
         *("--output-file", str(out), "--disable-tqdm"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    monkeypatch.setattr(sys, "argv", argv)
+    runpy.run_module(
+        "sglang.benchmark.serving", run_name="__main__"
+    )  # as `python -m` does, with SGLang imported already
     result = json.loads(out.read_text().splitlines()[-1])
     assert result["completed"] == 4
     assert result["total_output_tokens"] == 4 * 8
 
 
-def test_tokens_equal_plain_sglang(servers: ServerPool, neo_spec: ServerSpec) -> None:
-    """Last in this file: it ends the shared server, since the reference needs the machine."""
-    ours = greedy_tokens(servers.shared(neo_spec), PROMPTS)
+def test_tokens_equal_plain_sglang(servers: ServerPool, neo: Server) -> None:
+    ours = greedy_tokens(neo, PROMPTS)
     assert len({tuple(tokens) for tokens in ours}) == len(PROMPTS)
     plain = ServerSpec(
-        neo_spec.model,
+        neo.spec.model,
         ("--dtype", "float32", "--device", "cpu", "--attention-backend", "torch_native", "--skip-server-warmup"),
         entry=PLAIN,
     )
     with servers.own(plain) as reference:
         assert "neo" not in reference.info()
         assert greedy_tokens(reference, PROMPTS) == ours
+
+
+def test_lost_scheduler_ends_the_server(servers: ServerPool, neo_spec: ServerSpec) -> None:
+    """Last in this file: it ends the shared server."""
+    with servers.own(neo_spec) as server:
+        streams = Streams(server, tokens=[3000])
+        [scheduler] = server.children("sglang::scheduler")
+        scheduler.kill()
+        assert server.wait_exit() == 1
+        server.check_gone()
+        check_told_in_one_line(server.log(), ["ended unexpectedly"])
+        assert not streams.ended_well(0)

@@ -1,6 +1,7 @@
 """More than one scheduler process: data parallel, tensor parallel; and pages above one token.
 
-The servers follow one another so that each is used for all that it is good for; the last test of each ends it badly.
+The servers follow one another so that each is used for all that it is good for: the last test of each ends it badly,
+and test_signals.py ends the last server well.
 """
 
 from __future__ import annotations

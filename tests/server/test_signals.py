@@ -12,21 +12,48 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import requests
 
 from bench.servers import (
+    READY_SECONDS,
     Server,
     ServerPool,
     ServerSpec,
     check_told_in_one_line,
-    generate_body,
     wait_until,
 )
 from tests.harness.models import REPO_ROOT
+from tests.harness.streams import Streams
+
+
+def check_clean_end(server: Server, code: int) -> None:
+    assert server.wait_exit() == code, server.log_tail()
+    server.check_gone()
+    assert "Traceback" not in server.log(), server.log_tail(80)
+
+
+def test_sigterm_lets_requests_finish(servers: ServerPool, paged_spec: ServerSpec) -> None:
+    """First in this file: it takes over the last server of test_parallel.py."""
+    with servers.own(paged_spec) as server:
+        streams = Streams(server, tokens=[600, 600])
+        assert not any(result.done() for result in streams.results)
+        server.signal(signal.SIGTERM, group=True)
+        assert [streams.ended_well(i) for i in range(2)] == [True, True], server.log_tail()
+        check_clean_end(server, 0)
+
+
+def test_sigint_lets_requests_finish_and_a_second_one_does_not(servers: ServerPool, paged_spec: ServerSpec) -> None:
+    with servers.own(paged_spec) as server:
+        streams = Streams(server, tokens=[60, 950])
+        server.signal(signal.SIGINT, group=True)
+        assert streams.ended_well(0), server.log_tail()
+        assert not streams.results[1].done()
+        server.signal(signal.SIGINT)
+        check_clean_end(server, 128 + signal.SIGINT)
+        assert not streams.ended_well(1)
+
 
 MOMENTS: dict[str, Callable[[Server], None]] = {
     "importing": lambda server: time.sleep(1),
@@ -60,68 +87,6 @@ def test_signal_while_starting(
         assert "Traceback" not in server.log(), server.log_tail(80)
 
 
-class Streams:
-    """Streaming requests in flight on a server, one for each number of tokens to generate."""
-
-    def __init__(self, server: Server, tokens: list[int]):
-        self.tokens = tokens
-        self._events = [0] * len(tokens)
-        pool = ThreadPoolExecutor()
-        self.results: list[Future[str]] = [pool.submit(self._run, server, i) for i in range(len(tokens))]
-        wait_until(lambda: all(self._events), 60, "every stream begun", every=0.02)
-
-    def _run(self, server: Server, i: int) -> str:
-        body = generate_body(input_ids=[3 + i, 4, 5], max_new_tokens=self.tokens[i], ignore_eos=True, stream=True)
-        last = ""
-        with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=120) as answer:
-            for line in answer.iter_lines():
-                if line:
-                    self._events[i] += 1
-                    last = line.decode()
-        return last
-
-    def ended_well(self, i: int) -> bool:
-        """Whether stream ``i`` (awaited) came to its proper end rather than being cut."""
-        return self.results[i].exception(90) is None and self.results[i].result() == "data: [DONE]"
-
-
-def check_clean_end(server: Server, code: int) -> None:
-    assert server.wait_exit() == code, server.log_tail()
-    server.check_gone()
-    assert "Traceback" not in server.log(), server.log_tail(80)
-
-
-def test_sigterm_lets_requests_finish(servers: ServerPool, paged_spec: ServerSpec) -> None:
-    with servers.own(paged_spec) as server:
-        streams = Streams(server, tokens=[300, 300])
-        assert not any(result.done() for result in streams.results)
-        server.signal(signal.SIGTERM, group=True)
-        assert [streams.ended_well(i) for i in range(2)] == [True, True], server.log_tail()
-        check_clean_end(server, 0)
-
-
-def test_sigint_lets_requests_finish_and_a_second_one_does_not(servers: ServerPool, paged_spec: ServerSpec) -> None:
-    with servers.own(paged_spec) as server:
-        streams = Streams(server, tokens=[60, 950])
-        server.signal(signal.SIGINT, group=True)
-        assert streams.ended_well(0), server.log_tail()
-        assert not streams.results[1].done()
-        server.signal(signal.SIGINT)
-        check_clean_end(server, 128 + signal.SIGINT)
-        assert not streams.ended_well(1)
-
-
-def test_lost_scheduler_ends_the_server(servers: ServerPool, paged_spec: ServerSpec) -> None:
-    with servers.own(paged_spec) as server:
-        streams = Streams(server, tokens=[950])
-        [scheduler] = server.children("sglang::scheduler")
-        scheduler.kill()
-        assert server.wait_exit() == 1
-        server.check_gone()
-        check_told_in_one_line(server.log(), ["ended unexpectedly"])
-        assert not streams.ended_well(0)
-
-
 PLAIN_SCHEDULER = """
 import sys
 from sglang_neo import launch_server, processes
@@ -141,7 +106,7 @@ def test_silently_plain_server_is_refused(servers: ServerPool, tiny_spec: Server
     script = tmp_path / "plain_scheduler.py"
     script.write_text(PLAIN_SCHEDULER)
     with servers.starting(ServerSpec(tiny_spec.model, tiny_spec.flags, entry=(str(script),))) as server:
-        assert server.wait_exit(240) == 1
+        assert server.wait_exit(READY_SECONDS) == 1
         server.check_gone()
         check_told_in_one_line(server.log(), ["without sglang_neo's state"])
 

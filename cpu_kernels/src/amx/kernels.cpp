@@ -8,7 +8,8 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-CPU_KERNELS_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")
+CPU_KERNELS_BEGIN_TARGET(
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8,avx2,fma,f16c")
 #define CPU_KERNELS_HAVE_F16C 1
 namespace cpu_kernels {
 namespace amx {
@@ -22,6 +23,7 @@ constexpr const char* kIsaName = "amx";
 #include "../generic/unroll.hpp"
 #include "../avx512/simd.hpp"
 #include "../generic/attend.hpp"
+#include "../generic/byte_dots.hpp"
 #include "../generic/pages.hpp"
 #include "../avx512_bf16/dot.hpp"
 #include "tiles.hpp"
@@ -29,14 +31,15 @@ constexpr const char* kIsaName = "amx";
 // clang-format on
 
 void attend(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
-  if (s.layout.type != Type::bf16 || s.slots || seg.end <= seg.begin)
-    attend_any(s, seg, next, scratch);
-  else if (seg.queries >= s.tuning.tile_min_queries)
+  const bool bf16 = s.layout.type == Type::bf16, int8 = s.layout.type == Type::i8;
+  if (s.slots || seg.end <= seg.begin)
+    attend_any_or_bytes(s, seg, next, scratch);
+  else if ((bf16 || int8) && seg.queries >= s.tuning.tile_min_queries)
     attend_tiles(s, seg, next, scratch);
-  else if (seg.queries >= s.tuning.dot_min_queries)
+  else if (bf16 && seg.queries >= s.tuning.dot_min_queries)
     attend_with<DotArithmetic>(s, seg, next, scratch);
   else
-    attend_any(s, seg, next, scratch);
+    attend_any_or_bytes(s, seg, next, scratch);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #if defined(__x86_64__)
 
+CPU_KERNELS_BUILD_FAST
 CPU_KERNELS_BEGIN_TARGET("avx2,fma,f16c")
 #define CPU_KERNELS_HAVE_F16C 1
 namespace cpu_kernels {
@@ -25,7 +26,8 @@ constexpr const char* kIsaName = "amx_shim";
 // clang-format on
 
 void attend(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
-  if (s.layout.type == Type::bf16 && !s.slots && seg.end > seg.begin)
+  const bool tiles = s.layout.type == Type::bf16 || s.layout.type == Type::i8;
+  if (tiles && !s.slots && seg.end > seg.begin)
     attend_tiles(s, seg, next, scratch);
   else
     attend_any(s, seg, next, scratch);

@@ -18,6 +18,12 @@ CPU_KERNELS_INLINE F zero() { return _mm256_setzero_ps(); }
 CPU_KERNELS_INLINE F set1(float x) { return _mm256_set1_ps(x); }
 CPU_KERNELS_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
 CPU_KERNELS_INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+// The same, but the compiler may not read it from memory once more for every use.
+template <class V>
+CPU_KERNELS_INLINE V in_register(V x) {
+  __asm__("" : "+x"(x));
+  return x;
+}
 CPU_KERNELS_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 CPU_KERNELS_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
 CPU_KERNELS_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
@@ -40,45 +46,58 @@ CPU_KERNELS_INLINE float reduce_add(F x) {
   return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
 
+CPU_KERNELS_INLINE F to_f(F x) { return x; }
+CPU_KERNELS_INLINE F to_f(I x) { return _mm256_cvtepi32_ps(x); }
+CPU_KERNELS_INLINE I add(I a, I b) { return _mm256_add_epi32(a, b); }
+template <int kControl>
+CPU_KERNELS_INLINE F shuffle(F a, F b) {
+  return _mm256_shuffle_ps(a, b, kControl);
+}
+template <int kControl>
+CPU_KERNELS_INLINE I shuffle(I a, I b) {
+  return _mm256_castps_si256(shuffle<kControl>(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)));
+}
+template <int kMask>
+CPU_KERNELS_INLINE F blend(F a, F b) {
+  return _mm256_blend_ps(a, b, kMask);
+}
+template <int kMask>
+CPU_KERNELS_INLINE I blend(I a, I b) {
+  return _mm256_blend_epi32(a, b, kMask);
+}
+CPU_KERNELS_INLINE F swap_halves(F a, F b) { return _mm256_permute2f128_ps(a, b, 0x21); }
+CPU_KERNELS_INLINE I swap_halves(I a, I b) { return _mm256_permute2x128_si256(a, b, 0x21); }
+
 // Halves of a and b added: [a a b b] in each 128-bit lane. A blend takes the place of one of two shuffles.
-CPU_KERNELS_INLINE F fold2(F a, F b) {
-  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x4e), _mm256_blend_ps(a, b, 0xcc));
+template <class V>
+CPU_KERNELS_INLINE V fold2(V a, V b) {
+  return add(shuffle<0x4e>(a, b), blend<0xcc>(a, b));
 }
 // Lane i of the result is the sum of acc[i]'s lanes.
-CPU_KERNELS_INLINE F reduce_rows(const F* acc) {
-  const F ab = fold2(acc[0], acc[1]), cd = fold2(acc[2], acc[3]), ef = fold2(acc[4], acc[5]),
+template <class V>
+CPU_KERNELS_INLINE F reduce_rows(const V* acc) {
+  const V ab = fold2(acc[0], acc[1]), cd = fold2(acc[2], acc[3]), ef = fold2(acc[4], acc[5]),
           gh = fold2(acc[6], acc[7]);
-  const F abcd = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x88), _mm256_shuffle_ps(ab, cd, 0xdd));
-  const F efgh = _mm256_add_ps(_mm256_shuffle_ps(ef, gh, 0x88), _mm256_shuffle_ps(ef, gh, 0xdd));
-  return _mm256_add_ps(_mm256_permute2f128_ps(abcd, efgh, 0x21), _mm256_blend_ps(abcd, efgh, 0xf0));
+  const V abcd = add(shuffle<0x88>(ab, cd), shuffle<0xdd>(ab, cd));
+  const V efgh = add(shuffle<0x88>(ef, gh), shuffle<0xdd>(ef, gh));
+  return to_f(add(swap_halves(abcd, efgh), blend<0xf0>(abcd, efgh)));
 }
 
 // s[g][t] = sum of acc[g][t]'s lanes.
-template <int Q, int kTokens>
-CPU_KERNELS_INLINE void reduce_store(const F* acc, float* s) {
-  if constexpr (Q == 3) {
-    F padded[8] = {acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], zero(), zero()};
-    const F sums = reduce_rows(padded);
-    const __m128 lo = _mm256_castps256_ps128(sums), hi = _mm256_extractf128_ps(sums, 1);
+template <int Q, int kTokens, class V>
+CPU_KERNELS_INLINE void reduce_store(const V* acc, float* s) {
+  const F sums = reduce_rows(acc);
+  const __m128 lo = _mm256_castps256_ps128(sums), hi = _mm256_extractf128_ps(sums, 1);
+  if constexpr (Q == 1) {
+    store(s, sums);
+  } else if constexpr (Q == 2) {
+    _mm_storeu_ps(s, lo);
+    _mm_storeu_ps(s + kTile, hi);
+  } else {
     _mm_storel_pi(reinterpret_cast<__m64*>(s), lo);
     _mm_storeh_pi(reinterpret_cast<__m64*>(s + kTile), lo);
     _mm_storel_pi(reinterpret_cast<__m64*>(s + 2 * kTile), hi);
-  } else {
-    const F sums = reduce_rows(acc);
-    if constexpr (Q == 1) {
-      store(s, sums);
-    } else {
-      const __m128 lo = _mm256_castps256_ps128(sums), hi = _mm256_extractf128_ps(sums, 1);
-      if constexpr (Q == 2) {
-        _mm_storeu_ps(s, lo);
-        _mm_storeu_ps(s + kTile, hi);
-      } else {
-        _mm_storel_pi(reinterpret_cast<__m64*>(s), lo);
-        _mm_storeh_pi(reinterpret_cast<__m64*>(s + kTile), lo);
-        _mm_storel_pi(reinterpret_cast<__m64*>(s + 2 * kTile), hi);
-        _mm_storeh_pi(reinterpret_cast<__m64*>(s + 3 * kTile), hi);
-      }
-    }
+    _mm_storeh_pi(reinterpret_cast<__m64*>(s + 3 * kTile), hi);
   }
 }
 
@@ -95,11 +114,6 @@ CPU_KERNELS_INLINE Two load_split(const bf16* p) {
 }
 CPU_KERNELS_INLINE Two load_split(const f16* p) {
   return {_mm256_cvtph_ps(load_half_bits(p)), _mm256_cvtph_ps(load_half_bits(p + 8))};
-}
-// kLanes elements followed by zeros; head_dim is a multiple of 2 * kLanes here.
-template <class T>
-CPU_KERNELS_INLINE Two load_split_half(const T*) {
-  return {zero(), zero()};
 }
 CPU_KERNELS_INLINE F load_natural(const float* p) { return _mm256_loadu_ps(p); }
 CPU_KERNELS_INLINE F load_natural(const bf16* p) {
@@ -122,16 +136,20 @@ CPU_KERNELS_INLINE I ibroadcast(const std::int16_t* p) {
   std::memcpy(&pair, p, 4);
   return _mm256_set1_epi32(pair);
 }
-CPU_KERNELS_INLINE I madd16(I a, I b, I c) { return _mm256_add_epi32(c, _mm256_madd_epi16(a, b)); }
-CPU_KERNELS_INLINE F to_f(I a) { return _mm256_cvtepi32_ps(a); }
-CPU_KERNELS_INLINE TwoI split8(__m256i x) {
-  return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
+// In this order, or GCC adds the products of both halves first, and runs out of registers.
+CPU_KERNELS_INLINE I madd16(I a, I b, I c) { return in_register(_mm256_add_epi32(c, _mm256_madd_epi16(a, b))); }
+// 4 * kLanes bytes as int16, first and second half.
+CPU_KERNELS_INLINE TwoI load_split8(const std::int8_t* p) {
+  return {_mm256_cvtepi8_epi16(load_half_bits(p)), _mm256_cvtepi8_epi16(load_half_bits(p + 16))};
 }
-// 4 * kLanes bytes: even bytes and odd bytes as int16.
-CPU_KERNELS_INLINE TwoI load_split8(const std::int8_t* p) { return split8(load_bits(p)); }
-// The same for `bytes` < 4 * kLanes bytes (a multiple of 16) and zeros after them.
+// The same for 16 bytes and zeros after them.
 CPU_KERNELS_INLINE TwoI load_split8_part(const std::int8_t* p, int) {
-  return split8(_mm256_zextsi128_si256(load_half_bits(p)));
+  return {_mm256_cvtepi8_epi16(load_half_bits(p)), izero()};
+}
+// kLanes dims of four tokens: tokens 0 and 2, tokens 1 and 3.
+CPU_KERNELS_INLINE TwoI load_quads8(const std::int8_t* p) {
+  const I x = load_bits(p);
+  return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
 }
 // 16 weights times `inverse`, rounded, each group of four in the order 0, 2, 1, 3.
 CPU_KERNELS_INLINE void store_weights16(const float* p, F inverse, std::int16_t* out) {

@@ -8,7 +8,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-CPU_KERNELS_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+CPU_KERNELS_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
 #define CPU_KERNELS_HAVE_F16C 1
 namespace cpu_kernels {
 namespace avx512 {
@@ -22,12 +22,13 @@ constexpr const char* kIsaName = "avx512";
 #include "../generic/unroll.hpp"
 #include "simd.hpp"
 #include "../generic/attend.hpp"
+#include "../generic/byte_dots.hpp"
 #include "../generic/pages.hpp"
 // clang-format on
 
 }  // namespace
 
-const KernelTable kTable = {kIsaName, attend_any, finish, merge, write_page, read_page, convert};
+const KernelTable kTable = {kIsaName, attend_any_or_bytes, finish, merge, write_page, read_page, convert};
 
 }  // namespace avx512
 }  // namespace cpu_kernels

@@ -8,7 +8,7 @@ CPU_KERNELS_INLINE __m512bh load_bf16(const void* p) { return (__m512bh)_mm512_l
 CPU_KERNELS_INLINE __m512bh round_bf16(const float* p) { return _mm512_cvtne2ps_pbh(load(p + 16), load(p)); }
 
 struct DotArithmetic {
-  static constexpr bool kTokenScales = false;
+  static constexpr bool kTokenScales = false, kOwnSoftmax = false;
 
   static int query_stride(int head_dim) { return round_up(head_dim, 2 * kLanes); }
 
@@ -25,23 +25,41 @@ struct DotArithmetic {
   }
 
   template <int Q>
-  static CPU_KERNELS_INLINE void scores_of(const Rows& r, const std::uint16_t* q, int stride, int head_dim, float* s,
-                                           Ahead& ahead) {
+  static void scores_of(const Rows& r, const std::uint16_t* q, int stride, int head_dim, float* s, Ahead& ahead) {
     constexpr int kTokens = score_tokens(Q);
     for (int t = r.lo(); t < r.n; t += kTokens) {
-      ahead.keep_up(kTokens * head_dim * 2);
+      const Lines lines = ahead.take(kTokens * head_dim * 2);
       F acc[Q * kTokens];
       unroll<Q * kTokens>([&](auto i) CPU_KERNELS_LAMBDA { acc[i] = zero(); });
       const std::uint8_t* const* k = r.k + t;
       for (int d = 0; d < head_dim; d += 32) {
-        const __mmask16 mask = head_dim - d >= 32 ? 0xffff : 0xff;
-        unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-          const __m512bh x = load_bf16(q + g * stride + d);
+        const bool whole = head_dim - d >= 32;
+        const __mmask16 mask = whole ? 0xffff : 0xff;
+        if (whole)
+          lines.prefetch<64 * kTokens>(d * 2 * kTokens);
+        else
+          lines.prefetch<32 * kTokens>(d * 2 * kTokens);
+        const auto keys = [&](auto i)
+                              CPU_KERNELS_LAMBDA { return (__m512bh)_mm512_maskz_loadu_epi32(mask, k[i] + 2 * d); };
+        if constexpr (Q <= 2) {  // few queries stay in registers, and keys pass by
+          __m512bh x[Q];
+          unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA { x[g] = load_bf16(q + g * stride + d); });
           unroll<kTokens>([&](auto i) CPU_KERNELS_LAMBDA {
-            const __m512bh y = (__m512bh)_mm512_maskz_loadu_epi32(mask, k[i] + 2 * d);
-            acc[g * kTokens + i] = _mm512_dpbf16_ps(acc[g * kTokens + i], y, x);
+            const __m512bh y = keys(i);
+            unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+              acc[g * kTokens + i] = _mm512_dpbf16_ps(acc[g * kTokens + i], y, x[g]);
+            });
           });
-        });
+        } else {
+          __m512bh y[kTokens];
+          unroll<kTokens>([&](auto i) CPU_KERNELS_LAMBDA { y[i] = keys(i); });
+          unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+            const __m512bh x = load_bf16(q + g * stride + d);
+            unroll<kTokens>([&](auto i) CPU_KERNELS_LAMBDA {
+              acc[g * kTokens + i] = _mm512_dpbf16_ps(acc[g * kTokens + i], y[i], x);
+            });
+          });
+        }
       }
       reduce_store<Q, kTokens>(acc, s + t);
     }
@@ -49,26 +67,9 @@ struct DotArithmetic {
 
   static void scores(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
     const int d = s.layout.head_dim, stride = query_stride(d);
-    for (int g = 0; g < seg.queries;) {
-      const std::uint16_t* q = reinterpret_cast<const std::uint16_t*>(w.queries) + g * stride;
-      switch (seg.queries - g) {
-        case 1:
-          scores_of<1>(r, q, stride, d, w.s[g], ahead);
-          g += 1;
-          break;
-        case 2:
-          scores_of<2>(r, q, stride, d, w.s[g], ahead);
-          g += 2;
-          break;
-        case 3:
-          scores_of<3>(r, q, stride, d, w.s[g], ahead);
-          g += 3;
-          break;
-        default:
-          scores_of<4>(r, q, stride, d, w.s[g], ahead);
-          g += 4;
-      }
-    }
+    for_query_blocks(seg.queries, [&](int g, auto count) CPU_KERNELS_LAMBDA {
+      scores_of<count>(r, reinterpret_cast<const std::uint16_t*>(w.queries) + g * stride, stride, d, w.s[g], ahead);
+    });
   }
 
   // Weights as bf16, in w.w16 and in token order: neighbours are the two tokens of a pair.
@@ -92,9 +93,10 @@ struct DotArithmetic {
     CPU_KERNELS_INLINE void run(int d) const {
       F acc[Q * kVectors];
       load_sums<Q, kVectors>(acc, o + d, head_dim);
-      ahead.keep_up((n - first) * kVectors * kLanes * 2);
+      const Lines lines = ahead.take((n - first) * kVectors * kLanes * 2);
       const int pairs = (n + 1) / 2;
       for (int i = first / 2; i < pairs; ++i) {
+        lines.prefetch<64 * kVectors>((i - first / 2) * 64 * kVectors);
         const std::uint8_t* v = r.v[i] + 4 * d;
         __m512bh x[kVectors];
         unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_bf16(v + 64 * j); });
@@ -113,14 +115,20 @@ struct DotArithmetic {
     }
   };
 
+  template <int Q>
+  static void values_of(const Values& block) {
+    value_passes<Values, Q, value_vectors(Q)>(block, block.head_dim, 0);
+  }
+
   static void values(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
     const int d = s.layout.head_dim;
     round_weights(r, seg.queries, w);
     rescale(w.alpha, seg.queries, d, seg.o);
     for (int t = r.lo(); t < r.n; t += kValueTokens) {
       const int first = t > r.first ? t : r.first, n = t + kValueTokens < r.n ? t + kValueTokens : r.n;
-      value_queries(seg.queries, d,
-                    [&](int g) CPU_KERNELS_LAMBDA { return Values{r, first, n, w.w16 + g, seg.o + g * d, d, ahead}; });
+      for_query_blocks(seg.queries, [&](int g, auto count) CPU_KERNELS_LAMBDA {
+        values_of<count>({r, first, n, w.w16 + g, seg.o + g * d, d, ahead});
+      });
     }
   }
 };

@@ -8,7 +8,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-CPU_KERNELS_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+CPU_KERNELS_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")
 #define CPU_KERNELS_HAVE_F16C 1
 namespace cpu_kernels {
 namespace avx512_bf16 {
@@ -22,6 +22,7 @@ constexpr const char* kIsaName = "avx512_bf16";
 #include "../generic/unroll.hpp"
 #include "../avx512/simd.hpp"
 #include "../generic/attend.hpp"
+#include "../generic/byte_dots.hpp"
 #include "../generic/pages.hpp"
 #include "dot.hpp"
 // clang-format on
@@ -30,7 +31,7 @@ void attend(const AttendShape& s, const Segment& seg, const Segment* next, Scrat
   if (s.layout.type == Type::bf16 && !s.slots && seg.queries >= s.tuning.dot_min_queries)
     attend_with<DotArithmetic>(s, seg, next, scratch);
   else
-    attend_any(s, seg, next, scratch);
+    attend_any_or_bytes(s, seg, next, scratch);
 }
 
 }  // namespace

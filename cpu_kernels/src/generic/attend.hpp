@@ -5,12 +5,16 @@
 // are looked up per tile, so pages of any size and token-major slots share the code, and while one tile is computed
 // the rows of a later one are prefetched, line by line between the arithmetic.
 
-// The same pointer, but the compiler does not know it: what is read through it is read again rather than kept in a
-// register that accumulators need.
-template <class T>
-CPU_KERNELS_INLINE const T* reread(const T* p) {
-  __asm__("" : "+r"(p));
-  return p;
+// Register blocks serve 4, 2 or 1 queries: calls f(first query, integral_constant of their number).
+template <class Function>
+CPU_KERNELS_INLINE void for_query_blocks(int queries, const Function& f) {
+  int g = 0;
+  for (; queries - g >= 4; g += 4) f(g, std::integral_constant<int, 4>());
+  if (queries - g >= 2) {
+    f(g, std::integral_constant<int, 2>());
+    g += 2;
+  }
+  if (g < queries) f(g, std::integral_constant<int, 1>());
 }
 
 // Pointers to the rows of one tile. Token t of the tile is token base + t of the row, base a multiple of 64; tokens
@@ -26,7 +30,7 @@ struct Rows {
   int hi() const { return (n + 15) & ~15; }
 };
 
-CPU_KERNELS_INLINE void find_rows(const AttendShape& s, const Segment& seg, int tile, Rows* r) {
+void find_rows(const AttendShape& s, const Segment& seg, int tile, Rows* r) {
   const int base = tile * kTile;
   r->first = seg.begin > base ? seg.begin - base : 0;
   r->n = seg.end - base < kTile ? seg.end - base : kTile;
@@ -42,7 +46,7 @@ CPU_KERNELS_INLINE void find_rows(const AttendShape& s, const Segment& seg, int 
   }
   const int group = value_group(s.layout.type), page_tokens = s.layout.page_tokens;
   for (int t = r->lo(); t < r->hi(); t += 16) {
-    const std::int64_t page = seg.table[(base + t) / page_tokens];
+    const std::int64_t page = seg.table[(base + t) >> __builtin_ctz(page_tokens)];
     const int offset = (base + t) & (page_tokens - 1);
     const std::uint8_t* k = seg.k + page * seg.k_stride;
     const std::uint8_t* v = seg.v + page * seg.v_stride;
@@ -55,31 +59,48 @@ CPU_KERNELS_INLINE void find_rows(const AttendShape& s, const Segment& seg, int 
   }
 }
 
+template <int kLines, int kLocality>
+CPU_KERNELS_INLINE void prefetch_as(const std::uint8_t* p) {
+  unroll<kLines>([&](auto i) CPU_KERNELS_LAMBDA { __builtin_prefetch(p + 64 * i, 0, kLocality); });
+}
+
 template <int kLines>
-CPU_KERNELS_INLINE void prefetch(const std::uint8_t* p, int hint) {
+CPU_KERNELS_INLINE void prefetch_lines(const std::uint8_t* p, int hint) {
   switch (hint) {
     case 1:
-      return unroll<kLines>([&](auto i) CPU_KERNELS_LAMBDA { __builtin_prefetch(p + 64 * i, 0, 3); });
+      return prefetch_as<kLines, 3>(p);
     case 2:
-      return unroll<kLines>([&](auto i) CPU_KERNELS_LAMBDA { __builtin_prefetch(p + 64 * i, 0, 2); });
+      return prefetch_as<kLines, 2>(p);
     case 3:
-      return unroll<kLines>([&](auto i) CPU_KERNELS_LAMBDA { __builtin_prefetch(p + 64 * i, 0, 1); });
+      return prefetch_as<kLines, 1>(p);
     case 4:
-      return unroll<kLines>([&](auto i) CPU_KERNELS_LAMBDA { __builtin_prefetch(p + 64 * i, 0, 0); });
+      return prefetch_as<kLines, 0>(p);
     default:
       return;
   }
 }
 
+// Bytes that a loop prefetches itself, a few lines in each of its iterations; none if `at` is null.
+struct Lines {
+  const std::uint8_t* at;
+  int hint;
+
+  template <int kBytes>
+  CPU_KERNELS_INLINE void prefetch(int offset) const {
+    if (at != nullptr) prefetch_lines<kBytes / 64>(at + offset, hint);
+  }
+};
+
 // Prefetches a tile's keys, then its values, in the order of their addresses (which the hardware's own prefetchers
-// follow) and at the pace at which the current tile's bytes are used.
+// follow) and at the pace at which the current tile's bytes are used: a CPU that waits for as many lines as it can
+// drops further prefetches, so those that come in bursts are in part lost.
 struct Ahead {
   static constexpr int kBlock = 256;
 
   const Rows* rows = nullptr;  // null: nothing to prefetch
   int hint = 0;
   int span_tokens = 16;  // tokens whose rows are contiguous
-  int span_bytes = 0;
+  int row_bytes = 0;
   int group = 1;
   int token = 0, end_token = 0;
   bool in_values = false;
@@ -89,15 +110,15 @@ struct Ahead {
   void begin(const AttendShape& s, const Rows* tile) {
     rows = tile;
     hint = s.tuning.prefetch_hint;
-    span_tokens = s.slots ? 1 : 16;
-    span_bytes = span_tokens * static_cast<int>(s.layout.row_bytes());
+    span_tokens = s.slots ? 1 : s.layout.page_tokens;
+    row_bytes = static_cast<int>(s.layout.row_bytes());
     group = s.slots ? 1 : value_group(s.layout.type);
     token = tile->lo();
     end_token = tile->hi();
     if (s.layout.type == Type::i8)
       for (int t = token; t < end_token; t += 16) {
-        prefetch<1>(reinterpret_cast<const std::uint8_t*>(tile->k_scale[t / 16]), hint);
-        prefetch<1>(reinterpret_cast<const std::uint8_t*>(tile->v_scale[t / 16]), hint);
+        prefetch_lines<1>(reinterpret_cast<const std::uint8_t*>(tile->k_scale[t / 16]), hint);
+        prefetch_lines<1>(reinterpret_cast<const std::uint8_t*>(tile->v_scale[t / 16]), hint);
       }
     next_span();
   }
@@ -111,34 +132,50 @@ struct Ahead {
       in_values = true;
       token = rows->lo();
     }
+    // Tiles begin at multiples of 64 tokens, so within one a page begins at a multiple of its tokens.
+    int next = (token & -span_tokens) + span_tokens;
+    if (next > end_token) next = end_token;
     at = in_values ? rows->v[token / group] : rows->k[token];
-    end = at + span_bytes;
-    token += span_tokens;
+    end = at + (next - token) * row_bytes;
+    token = next;
     return true;
   }
 
-  bool block() {
-    if (at >= end && !next_span()) return false;
-    if (end - at >= kBlock) {
-      prefetch<kBlock / 64>(at, hint);
-      at += kBlock;
-    } else {
-      for (; at < end; at += 64) prefetch<1>(at, hint);
+  // Prefetches `bytes` more.
+  __attribute__((noinline)) void go_on(int bytes) {
+    __asm__ volatile("");  // or GCC drops calls: to it, a function that only prefetches has no effect
+    while (rows != nullptr && bytes > 0) {
+      const std::uint8_t* to = end - at > bytes ? at + bytes : end;
+      bytes -= static_cast<int>(to - at);
+      for (; at < to; at += 64) prefetch_lines<1>(at, hint);
+      at = to;
+      if (at == end) next_span();
     }
-    return true;
   }
 
-  // `bytes` of the current tile are being used.
+  // `bytes` of the current tile are being used, by a loop without prefetches.
   CPU_KERNELS_INLINE void keep_up(int bytes) {
     if (rows == nullptr) return;
-    for (budget += bytes; budget >= kBlock; budget -= kBlock)
-      if (!block()) return;
+    budget += bytes;
+    if (budget < kBlock) return;
+    go_on(budget);
+    budget = 0;
   }
 
-  void rest() {
-    while (rows != nullptr && block()) {
+  // The same, by a loop that prefetches what this returns. Bytes that do not lie together are prefetched here.
+  CPU_KERNELS_INLINE Lines take(int bytes) {
+    if (rows == nullptr) return {nullptr, 0};
+    if (end - at < bytes) {
+      go_on(bytes);
+      return {nullptr, 0};
     }
+    const Lines lines{at, hint};
+    at += bytes;
+    if (at == end) next_span();
+    return lines;
   }
+
+  void rest() { go_on(1 << 30); }
 };
 
 // 2^x, relative error below 2e-7, for x in [-126, 126]; smaller x gives 2^-126.
@@ -153,7 +190,7 @@ CPU_KERNELS_INLINE F exp2(F x) {
   return mul(p, pow2n(n));
 }
 
-// Values are summed over so many tokens at a time (int8: twice as many). All passes over the dims then find them in the
+// Values are summed over so many tokens at a time (int8: a tile). All passes over the dims then find them in the
 // first-level cache, beside what is being prefetched into it.
 constexpr int kValueTokens = 32;
 
@@ -170,7 +207,7 @@ struct Work {
       weight_scale[kMaxQueries];
   alignas(64) float s[kMaxQueries][kTile];           // scores, then weights
   alignas(64) std::int16_t w16[kMaxQueries][kTile];  // weights as int16 or bf16 where the values' arithmetic wants them
-  alignas(64) std::uint8_t extra[16 * 1024];         // for tile arithmetic
+  alignas(64) std::uint8_t extra[32 * 1024];         // for tile arithmetic
   alignas(64) float queries[1];                      // queries in the order and type that the scores want
 };
 static_assert(offsetof(Work, queries) <= kScratchFixed, "scratch_bytes must cover Work");
@@ -180,32 +217,33 @@ CPU_KERNELS_INLINE const std::uint8_t* query_pointer(const Segment& seg, int i, 
          static_cast<std::int64_t>(i % seg.heads) * head_dim * static_cast<std::int64_t>(type_bytes(type));
 }
 
+// Elements to floats, in blocks whose size the compiler knows and so makes vectors of.
+template <class T>
+CPU_KERNELS_INLINE void read_floats(const std::uint8_t* from, int count, float* to) {
+  for (int d = 0; d < count; d += 16) {
+    T block[16];
+    std::memcpy(block, from + d * sizeof(T), sizeof block);
+    for (int j = 0; j < 16; ++j) to[d + j] = to_float(block[j]);
+  }
+}
+
 // Query i as floats in natural order.
 CPU_KERNELS_INLINE void read_query(const AttendShape& s, const Segment& seg, int i, float* out) {
   const int d = s.layout.head_dim;
   const std::uint8_t* p = query_pointer(seg, i, d, s.query_type);
-  if (s.query_type == Type::f32) {
-    std::memcpy(out, p, d * sizeof(float));
-  } else if (s.query_type == Type::f16) {
-    f16 x;
-    for (int j = 0; j < d; ++j) {
-      std::memcpy(&x, p + 2 * j, 2);
-      out[j] = to_float(x);
-    }
-  } else {
-    bf16 x;
-    for (int j = 0; j < d; ++j) {
-      std::memcpy(&x, p + 2 * j, 2);
-      out[j] = to_float(x);
-    }
-  }
+  if (s.query_type == Type::f32)
+    read_floats<float>(p, d, out);
+  else if (s.query_type == Type::f16)
+    read_floats<f16>(p, d, out);
+  else
+    read_floats<bf16>(p, d, out);
 }
 
 // ---- fp32 arithmetic on keys and values of type T ----------------------------------------------------------------
 
 template <class T, int Q>
 CPU_KERNELS_INLINE void float_scores_block(const std::uint8_t* const* rows, const float* q, int q_stride, int head_dim,
-                                           float* s) {
+                                           float* s, Lines ahead) {
   constexpr int kTokens = score_tokens(Q);
   F acc[Q * kTokens];
   const T* k[kTokens];
@@ -213,11 +251,12 @@ CPU_KERNELS_INLINE void float_scores_block(const std::uint8_t* const* rows, cons
   unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { k[t] = reinterpret_cast<const T*>(rows[t]); });
   int d = 0;
   for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
+    ahead.prefetch<2 * kLanes * kTokens * sizeof(T)>(d * kTokens * static_cast<int>(sizeof(T)));
     if constexpr (Q <= 2) {  // few queries stay in registers, and keys pass by
       F x[2 * Q];
       unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-        x[2 * g] = load(q + g * q_stride + d);
-        x[2 * g + 1] = load(q + g * q_stride + d + kLanes);
+        x[2 * g] = in_register(load(q + g * q_stride + d));
+        x[2 * g + 1] = in_register(load(q + g * q_stride + d + kLanes));
       });
       unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
         const Two y = load_split(k[t] + d);
@@ -226,41 +265,42 @@ CPU_KERNELS_INLINE void float_scores_block(const std::uint8_t* const* rows, cons
           a = fma(y.b, x[2 * g + 1], fma(y.a, x[2 * g], a));
         });
       });
-      continue;
-    }
-    F y[kTokens];
-    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { y[t] = load_split(k[t] + d).a; });
-    unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-      const F x = load(q + g * q_stride + d);
-      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = fma(y[t], x, acc[g * kTokens + t]); });
-    });
-    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { y[t] = load_split(reread(k[t] + d)).b; });
-    unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-      const F x = load(q + g * q_stride + d + kLanes);
-      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = fma(y[t], x, acc[g * kTokens + t]); });
-    });
-  }
-  if (d < head_dim) {
-    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
-      const Two x = load_split_half(k[t] + d);
+    } else {
+      Two y[kTokens];
+      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { y[t] = load_split(k[t] + d); });
       unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-        F& a = acc[g * kTokens + t];
-        a = fma(x.b, load(q + g * q_stride + d + kLanes), fma(x.a, load(q + g * q_stride + d), a));
+        const F x = in_register(load(q + g * q_stride + d));
+        unroll<kTokens>([&](auto t)
+                            CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = fma(y[t].a, x, acc[g * kTokens + t]); });
       });
-    });
+      unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+        const F x = in_register(load(q + g * q_stride + d + kLanes));
+        unroll<kTokens>([&](auto t)
+                            CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = fma(y[t].b, x, acc[g * kTokens + t]); });
+      });
+    }
+  }
+  if constexpr (2 * kLanes > 16) {  // head_dim is a multiple of 16
+    if (d < head_dim) {
+      ahead.prefetch<kLanes * kTokens * sizeof(T)>(d * kTokens * static_cast<int>(sizeof(T)));
+      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
+        const Two x = load_split_half(k[t] + d);
+        unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+          F& a = acc[g * kTokens + t];
+          a = fma(x.b, load(q + g * q_stride + d + kLanes), fma(x.a, load(q + g * q_stride + d), a));
+        });
+      });
+    }
   }
   reduce_store<Q, kTokens>(acc, s);
 }
 
 template <class T, int Q>
-CPU_KERNELS_INLINE void float_scores(const Rows& r, const float* q, int q_stride, int head_dim, float* s,
-                                     Ahead& ahead) {
+void float_scores(const Rows& r, const float* q, int q_stride, int head_dim, float* s, Ahead& ahead) {
   constexpr int kTokens = score_tokens(Q);
-  const int last = r.hi() - kTokens;
   for (int t = r.lo(); t < r.n; t += kTokens) {
-    if (t > last) t = last;  // a block that does not fit in begins earlier and computes some scores twice
-    ahead.keep_up(kTokens * head_dim * static_cast<int>(sizeof(T)));
-    float_scores_block<T, Q>(r.k + t, q, q_stride, head_dim, s + t);
+    const Lines lines = ahead.take(kTokens * head_dim * static_cast<int>(sizeof(T)));
+    float_scores_block<T, Q>(r.k + t, q, q_stride, head_dim, s + t, lines);
   }
 }
 
@@ -299,12 +339,13 @@ CPU_KERNELS_INLINE void add_weighted(F (&acc)[Q * kVectors], const F (&x)[kVecto
 // Values of tokens [first, n), interleaved in pairs, 16-bit.
 template <class T, int Q, int kVectors>
 CPU_KERNELS_INLINE void pair_values_block(const Rows& r, int first, int n, const float (*p)[kTile], float* o,
-                                          int head_dim, int d, Ahead& ahead) {
+                                          int head_dim, int d, Lines ahead) {
   F acc[Q * kVectors];
   load_sums<Q, kVectors>(acc, o + d, head_dim);
-  ahead.keep_up((n - first) * kVectors * kLanes * 2);
+  constexpr int kBytes = 2 * kVectors * kLanes * static_cast<int>(sizeof(T));
   const int pairs = n / 2;
   for (int i = first / 2; i < pairs; ++i) {
+    ahead.prefetch<kBytes>((i - first / 2) * kBytes);
     const T* v = reinterpret_cast<const T*>(r.v[i]) + 2 * d;
     if constexpr (Q <= 2) {
       F w[2 * Q];
@@ -316,14 +357,16 @@ CPU_KERNELS_INLINE void pair_values_block(const Rows& r, int first, int n, const
           to = fma(x.b, w[2 * g + 1], fma(x.a, w[2 * g], to));
         });
       });
-      continue;
+    } else {
+      F a[kVectors], b[kVectors];
+      unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA {
+        const Two x = load_pair(v + 2 * j * kLanes);
+        a[j] = x.a;
+        b[j] = x.b;
+      });
+      add_weighted<Q, kVectors>(acc, a, p[0] + 2 * i);
+      add_weighted<Q, kVectors>(acc, b, p[0] + 2 * i + 1);
     }
-    F x[kVectors];
-    unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_pair(v + 2 * j * kLanes).a; });
-    add_weighted<Q, kVectors>(acc, x, p[0] + 2 * i);
-    v = reread(v);
-    unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_pair(v + 2 * j * kLanes).b; });
-    add_weighted<Q, kVectors>(acc, x, p[0] + 2 * i + 1);
   }
   if (n & 1) {  // the pair's other token is no token: its bytes may be NaN
     const T* v = reinterpret_cast<const T*>(r.v[pairs]) + 2 * d;
@@ -337,10 +380,9 @@ CPU_KERNELS_INLINE void pair_values_block(const Rows& r, int first, int n, const
 // Values of tokens [first, n), token-major.
 template <class T, int Q, int kVectors>
 CPU_KERNELS_INLINE void row_values_block(const Rows& r, int first, int n, const float (*p)[kTile], float* o,
-                                         int head_dim, int d, Ahead& ahead) {
+                                         int head_dim, int d) {
   F acc[Q * kVectors];
   load_sums<Q, kVectors>(acc, o + d, head_dim);
-  ahead.keep_up((n - first) * kVectors * kLanes * static_cast<int>(sizeof(T)));
   for (int t = first; t < n; ++t) {
     const T* v = reinterpret_cast<const T*>(r.v[t]) + d;
     F x[kVectors];
@@ -350,40 +392,11 @@ CPU_KERNELS_INLINE void row_values_block(const Rows& r, int first, int n, const 
   store_sums<Q, kVectors>(acc, o + d, head_dim);
 }
 
-// Passes over the dims, as many vectors at a time as the registers hold, then fewer.
+// Passes over the dims, as many vectors at a time as the registers hold, then fewer. head_dim is a multiple of 16.
 template <class Block, int Q, int kVectors>
 CPU_KERNELS_INLINE void value_passes(const Block& block, int head_dim, int d) {
-  for (int left = (head_dim - d) / kLanes; left >= kVectors; left -= kVectors, d += kVectors * kLanes) {
-    if (kVectors == 3 && left == 4) break;  // two and two keep the FMAs busier than three and one
-    block.template run<Q, kVectors>(d);
-  }
-  if constexpr (kVectors > 1) value_passes<Block, Q, (kVectors == 3 ? 2 : kVectors / 2)>(block, head_dim, d);
-}
-
-// All passes, for as many queries at a time as fit.
-template <class MakeBlock>
-CPU_KERNELS_INLINE void value_queries(int queries, int head_dim, const MakeBlock& make) {
-  for (int g = 0; g < queries;) {
-    const auto block = make(g);
-    using Block = std::decay_t<decltype(block)>;
-    switch (queries - g) {
-      case 1:
-        value_passes<Block, 1, value_vectors(1)>(block, head_dim, 0);
-        g += 1;
-        break;
-      case 2:
-        value_passes<Block, 2, value_vectors(2)>(block, head_dim, 0);
-        g += 2;
-        break;
-      case 3:
-        value_passes<Block, 3, value_vectors(3)>(block, head_dim, 0);
-        g += 3;
-        break;
-      default:
-        value_passes<Block, 4, value_vectors(4)>(block, head_dim, 0);
-        g += 4;
-    }
-  }
+  for (; head_dim - d >= kVectors * kLanes; d += kVectors * kLanes) block.template run<Q, kVectors>(d);
+  if constexpr (kVectors * kLanes > 16) value_passes<Block, Q, kVectors / 2>(block, head_dim, d);
 }
 
 template <class T, bool kPairs>
@@ -396,17 +409,26 @@ struct FloatValues {
   Ahead& ahead;
   template <int Q, int kVectors>
   CPU_KERNELS_INLINE void run(int d) const {
-    if constexpr (kPairs)
-      pair_values_block<T, Q, kVectors>(r, first, n, p, o, head_dim, d, ahead);
-    else
-      row_values_block<T, Q, kVectors>(r, first, n, p, o, head_dim, d, ahead);
+    const int bytes = (n - first) * kVectors * kLanes * static_cast<int>(sizeof(T));
+    if constexpr (kPairs) {
+      pair_values_block<T, Q, kVectors>(r, first, n, p, o, head_dim, d, ahead.take(bytes));
+    } else {
+      ahead.keep_up(bytes);
+      row_values_block<T, Q, kVectors>(r, first, n, p, o, head_dim, d);
+    }
   }
 };
 
-template <class T, bool kSlots>
+// Values of tokens [first, n), interleaved in pairs or token-major.
+template <class T, bool kPairs, int Q>
+void float_values(const Rows& r, int first, int n, const float (*p)[kTile], float* o, int head_dim, Ahead& ahead) {
+  const FloatValues<T, kPairs> block{r, first, n, p, o, head_dim, ahead};
+  value_passes<FloatValues<T, kPairs>, Q, value_vectors(Q)>(block, head_dim, 0);
+}
+
+template <class T>
 struct FloatArithmetic {
-  static constexpr bool kPairs = sizeof(T) == 2 && !kSlots;
-  static constexpr bool kTokenScales = false;
+  static constexpr bool kTokenScales = false, kOwnSoftmax = false;
 
   static int query_stride(int head_dim) { return round_up(head_dim, 2 * kLanes); }
 
@@ -431,23 +453,9 @@ struct FloatArithmetic {
 
   static void scores(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
     const int d = s.layout.head_dim, stride = query_stride(d);
-    for (int g = 0; g < seg.queries;) {
-      const float* q = w.queries + g * stride;
-      const int left = seg.queries - g;
-      if (left >= 4) {
-        float_scores<T, 4>(r, q, stride, d, w.s[g], ahead);
-        g += 4;
-      } else if (left == 3) {
-        float_scores<T, 3>(r, q, stride, d, w.s[g], ahead);
-        g += 3;
-      } else if (left == 2) {
-        float_scores<T, 2>(r, q, stride, d, w.s[g], ahead);
-        g += 2;
-      } else {
-        float_scores<T, 1>(r, q, stride, d, w.s[g], ahead);
-        g += 1;
-      }
-    }
+    for_query_blocks(seg.queries, [&](int g, auto count) CPU_KERNELS_LAMBDA {
+      float_scores<T, count>(r, w.queries + g * stride, stride, d, w.s[g], ahead);
+    });
   }
 
   static void values(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
@@ -455,14 +463,13 @@ struct FloatArithmetic {
     rescale(w.alpha, seg.queries, d, seg.o);
     for (int t = r.lo(); t < r.n; t += kValueTokens) {
       const int first = t > r.first ? t : r.first, n = t + kValueTokens < r.n ? t + kValueTokens : r.n;
-      values_chunk(seg, r, first, n, w, d, ahead);
+      for_query_blocks(seg.queries, [&](int g, auto count) CPU_KERNELS_LAMBDA {
+        if (sizeof(T) == 2 && !s.slots)
+          float_values<T, sizeof(T) == 2, count>(r, first, n, w.s + g, seg.o + g * d, d, ahead);
+        else
+          float_values<T, false, count>(r, first, n, w.s + g, seg.o + g * d, d, ahead);
+      });
     }
-  }
-
-  static void values_chunk(const Segment& seg, const Rows& r, int first, int n, Work& w, int d, Ahead& ahead) {
-    value_queries(seg.queries, d, [&](int g) CPU_KERNELS_LAMBDA {
-      return FloatValues<T, kPairs>{r, first, n, w.s + g, seg.o + g * d, d, ahead};
-    });
   }
 };
 
@@ -470,7 +477,7 @@ struct FloatArithmetic {
 
 template <int Q>
 CPU_KERNELS_INLINE void int_scores_block(const std::uint8_t* const* rows, const std::int16_t* q, int q_stride,
-                                         int head_dim, float* s) {
+                                         int head_dim, float* s, Lines ahead) {
   constexpr int kTokens = score_tokens(Q);
   I acc[Q * kTokens];
   const std::int8_t* k[kTokens];
@@ -478,11 +485,12 @@ CPU_KERNELS_INLINE void int_scores_block(const std::uint8_t* const* rows, const 
   unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { k[t] = reinterpret_cast<const std::int8_t*>(rows[t]); });
   int d = 0;
   for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
+    ahead.prefetch<4 * kLanes * kTokens>(d * kTokens);
     if constexpr (Q <= 2) {
       I x[2 * Q];
       unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-        x[2 * g] = iload(q + g * q_stride + d);
-        x[2 * g + 1] = iload(q + g * q_stride + d + 2 * kLanes);
+        x[2 * g] = in_register(iload(q + g * q_stride + d));
+        x[2 * g + 1] = in_register(iload(q + g * q_stride + d + 2 * kLanes));
       });
       unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
         const TwoI y = load_split8(k[t] + d);
@@ -491,44 +499,53 @@ CPU_KERNELS_INLINE void int_scores_block(const std::uint8_t* const* rows, const 
           a = madd16(y.b, x[2 * g + 1], madd16(y.a, x[2 * g], a));
         });
       });
-      continue;
-    }
-    I y[kTokens];
-    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { y[t] = load_split8(k[t] + d).a; });
-    unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-      const I x = iload(q + g * q_stride + d);
-      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = madd16(y[t], x, acc[g * kTokens + t]); });
-    });
-    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { y[t] = load_split8(reread(k[t] + d)).b; });
-    unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-      const I x = iload(q + g * q_stride + d + 2 * kLanes);
-      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = madd16(y[t], x, acc[g * kTokens + t]); });
-    });
-  }
-  if (d < head_dim) {
-    unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
-      const TwoI x = load_split8_part(k[t] + d, head_dim - d);
+    } else {
+      TwoI y[kTokens];
+      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA { y[t] = load_split8(k[t] + d); });
       unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-        I& a = acc[g * kTokens + t];
-        a = madd16(x.b, iload(q + g * q_stride + d + 2 * kLanes), madd16(x.a, iload(q + g * q_stride + d), a));
+        const I x = in_register(iload(q + g * q_stride + d));
+        unroll<kTokens>([&](auto t)
+                            CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = madd16(y[t].a, x, acc[g * kTokens + t]); });
       });
-    });
+      unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+        const I x = in_register(iload(q + g * q_stride + d + 2 * kLanes));
+        unroll<kTokens>([&](auto t)
+                            CPU_KERNELS_LAMBDA { acc[g * kTokens + t] = madd16(y[t].b, x, acc[g * kTokens + t]); });
+      });
+    }
   }
-  F f[Q * kTokens];
-  unroll<Q * kTokens>([&](auto i) CPU_KERNELS_LAMBDA { f[i] = to_f(acc[i]); });
-  reduce_store<Q, kTokens>(f, s);
+  if constexpr (4 * kLanes > 16) {
+    if (d < head_dim)
+      unroll<kTokens>([&](auto t) CPU_KERNELS_LAMBDA {
+        const TwoI x = load_split8_part(k[t] + d, head_dim - d);
+        unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+          I& a = acc[g * kTokens + t];
+          a = madd16(x.b, iload(q + g * q_stride + d + 2 * kLanes), madd16(x.a, iload(q + g * q_stride + d), a));
+        });
+      });
+  }
+  reduce_store<Q, kTokens>(acc, s);
 }
 
 template <int Q>
-CPU_KERNELS_INLINE void int_scores(const Rows& r, const std::int16_t* q, int q_stride, int head_dim, float* s,
-                                   Ahead& ahead) {
+void int_scores(const Rows& r, const std::int16_t* q, int q_stride, int head_dim, float* s, Ahead& ahead) {
   constexpr int kTokens = score_tokens(Q);
-  const int last = r.hi() - kTokens;
   for (int t = r.lo(); t < r.n; t += kTokens) {
-    if (t > last) t = last;  // a block that does not fit in begins earlier and computes some scores twice
-    ahead.keep_up(kTokens * head_dim);
-    int_scores_block<Q>(r.k + t, q, q_stride, head_dim, s + t);
+    const Lines lines = ahead.take(kTokens * head_dim);
+    int_scores_block<Q>(r.k + t, q, q_stride, head_dim, s + t, lines);
   }
+}
+
+// o += sums * scale of the query.
+template <int Q, int kVectors>
+CPU_KERNELS_INLINE void add_scaled(const I (&acc)[Q * kVectors], const float* scale, float* o, int head_dim) {
+  unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+    const F by = set1(scale[g]);
+    unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA {
+      float* to = o + g * head_dim + j * kLanes;
+      store(to, fma(to_f(acc[g * kVectors + j]), by, load(to)));
+    });
+  });
 }
 
 struct IntValues {
@@ -543,48 +560,66 @@ struct IntValues {
   CPU_KERNELS_INLINE void run(int d) const {
     I acc[Q * kVectors];
     unroll<Q * kVectors>([&](auto i) CPU_KERNELS_LAMBDA { acc[i] = izero(); });
-    ahead.keep_up((n - first) * kVectors * kLanes);
+    constexpr int kBytes = 4 * kVectors * kLanes;
+    const Lines lines = ahead.take((n - first) * kVectors * kLanes);
     const int quads = (n + 3) / 4;
     for (int i = first / 4; i < quads; ++i) {
+      lines.prefetch<kBytes>((i - first / 4) * kBytes);
       const std::int8_t* v = reinterpret_cast<const std::int8_t*>(r.v[i]) + 4 * d;
       if constexpr (Q <= 2) {
         I w[2 * Q];
         unroll<2 * Q>([&](auto g) CPU_KERNELS_LAMBDA { w[g] = ibroadcast(p[g / 2] + 4 * i + 2 * (g % 2)); });
         unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA {
-          const TwoI x = load_split8(v + 4 * j * kLanes);
+          const TwoI x = load_quads8(v + 4 * j * kLanes);
           unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
             I& to = acc[g * kVectors + j];
             to = madd16(x.b, w[2 * g + 1], madd16(x.a, w[2 * g], to));
           });
         });
-        continue;
+      } else {
+        TwoI x[kVectors];
+        unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_quads8(v + 4 * j * kLanes); });
+        unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
+          const I a = ibroadcast(p[0] + g * kTile + 4 * i), b = ibroadcast(p[0] + g * kTile + 4 * i + 2);
+          unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA {
+            I& to = acc[g * kVectors + j];
+            to = madd16(x[j].b, b, madd16(x[j].a, a, to));
+          });
+        });
       }
-      I x[kVectors];
-      unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_split8(v + 4 * j * kLanes).a; });
-      unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-        const I w = ibroadcast(p[0] + g * kTile + 4 * i);
-        unroll<kVectors>([&](auto j)
-                             CPU_KERNELS_LAMBDA { acc[g * kVectors + j] = madd16(x[j], w, acc[g * kVectors + j]); });
-      });
-      v = reread(v);
-      unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA { x[j] = load_split8(v + 4 * j * kLanes).b; });
-      unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-        const I w = ibroadcast(p[0] + g * kTile + 4 * i + 2);
-        unroll<kVectors>([&](auto j)
-                             CPU_KERNELS_LAMBDA { acc[g * kVectors + j] = madd16(x[j], w, acc[g * kVectors + j]); });
-      });
     }
-    unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
-      unroll<kVectors>([&](auto j) CPU_KERNELS_LAMBDA {
-        float* to = o + g * head_dim + d + j * kLanes;
-        store(to, fma(to_f(acc[g * kVectors + j]), set1(scale[g]), load(to)));
-      });
-    });
+    add_scaled<Q, kVectors>(acc, scale, o + d, head_dim);
   }
 };
 
+template <int Q>
+void int_values(const IntValues& block) {
+  value_passes<IntValues, Q, value_vectors(Q)>(block, block.head_dim, 0);
+}
+
+CPU_KERNELS_INLINE float largest(const float* x, int n) {
+  float top = 0.f;
+  for (int i = 0; i < n; ++i) top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top;
+  return top;
+}
+
+// The values' scales go into the weights of query g, which will be rounded to integers up to `top`. Returns the factor
+// that makes them so large; w.weight_scale undoes it.
+CPU_KERNELS_INLINE float scale_weights(const Rows& r, int g, float top, Work& w) {
+  float* p = w.s[g];
+  F most = zero();
+  for (int t = r.lo(); t < r.hi(); t += kLanes) {
+    const F x = mul(load(p + t), load(w.v_scale + t));
+    store(p + t, x);
+    most = max(most, x);
+  }
+  const float largest = reduce_max(most);
+  w.weight_scale[g] = largest / top;
+  return largest > 1e-30f ? top / largest : 0.f;
+}
+
 struct IntArithmetic {
-  static constexpr bool kTokenScales = true;
+  static constexpr bool kTokenScales = true, kOwnSoftmax = false;
   // The largest sum of products must fit int32: 127 * 32767 * 256 = 1.07e9 for keys, 127 * 32767 * 64 for values.
   static constexpr float kQueryMax = 32767.f, kWeightMax = 32767.f;
 
@@ -596,66 +631,36 @@ struct IntArithmetic {
     for (int i = d; i < stride; ++i) natural[i] = 0.f;
     for (int i = 0; i < seg.queries; ++i) {
       read_query(s, seg, i, natural);
-      float top = 0.f;
-      for (int j = 0; j < d; ++j) top = std::fabs(natural[j]) > top ? std::fabs(natural[j]) : top;
-      const float inverse = top > 0.f ? kQueryMax / top : 0.f;
+      const float top = largest(natural, d), inverse = top > 0.f ? kQueryMax / top : 0.f;
       w.query_scale[i] = top / kQueryMax;
       std::int16_t* q = reinterpret_cast<std::int16_t*>(w.queries) + i * stride;
       for (int c = 0; c < stride; c += 4 * kLanes)
         for (int j = 0; j < 2 * kLanes; ++j) {
-          q[c + j] = static_cast<std::int16_t>(std::lrintf(natural[c + 2 * j] * inverse));
-          q[c + 2 * kLanes + j] = static_cast<std::int16_t>(std::lrintf(natural[c + 2 * j + 1] * inverse));
+          constexpr bool kOddEven = splits_odd_even(Type::i8);
+          q[c + j] = static_cast<std::int16_t>(nearest(natural[kOddEven ? c + 2 * j : c + j] * inverse));
+          q[c + 2 * kLanes + j] =
+              static_cast<std::int16_t>(nearest(natural[kOddEven ? c + 2 * j + 1 : c + 2 * kLanes + j] * inverse));
         }
     }
   }
 
   static void scores(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
     const int d = s.layout.head_dim, stride = query_stride(d);
-    for (int g = 0; g < seg.queries;) {
+    for_query_blocks(seg.queries, [&](int g, auto count) CPU_KERNELS_LAMBDA {
       const std::int16_t* q = reinterpret_cast<const std::int16_t*>(w.queries) + g * stride;
-      const int left = seg.queries - g;
-      if (left >= 4) {
-        int_scores<4>(r, q, stride, d, w.s[g], ahead);
-        g += 4;
-      } else if (left == 3) {
-        int_scores<3>(r, q, stride, d, w.s[g], ahead);
-        g += 3;
-      } else if (left == 2) {
-        int_scores<2>(r, q, stride, d, w.s[g], ahead);
-        g += 2;
-      } else {
-        int_scores<1>(r, q, stride, d, w.s[g], ahead);
-        g += 1;
-      }
-    }
+      int_scores<count>(r, q, stride, d, w.s[g], ahead);
+    });
   }
 
   static void values(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
-    const int d = s.layout.head_dim, lo = r.lo(), hi = r.hi();
-    // The values' scales go into the weights, which are then rounded to int16 in units of their largest.
+    const int d = s.layout.head_dim;
     for (int g = 0; g < seg.queries; ++g) {
-      float* p = w.s[g];
-      F top = zero();
-      for (int t = lo; t < hi; t += kLanes) {
-        const F x = mul(load(p + t), load(w.v_scale + t));
-        store(p + t, x);
-        top = max(top, x);
-      }
-      const float most = reduce_max(top);
-      w.weight_scale[g] = most / kWeightMax;
-      const F inverse = set1(most > 1e-30f ? kWeightMax / most : 0.f);
-      for (int t = lo; t < hi; t += 16) store_weights16(p + t, inverse, w.w16[g] + t);
+      const F inverse = set1(scale_weights(r, g, kWeightMax, w));
+      for (int t = r.lo(); t < r.hi(); t += 16) store_weights16(&w.s[g][t], inverse, w.w16[g] + t);
     }
     rescale(w.alpha, seg.queries, d, seg.o);
-    for (int t = lo; t < r.n; t += 2 * kValueTokens) {
-      const int first = t > r.first ? t : r.first, n = t + 2 * kValueTokens < r.n ? t + 2 * kValueTokens : r.n;
-      values_chunk(seg, r, first, n, w, d, ahead);
-    }
-  }
-
-  static void values_chunk(const Segment& seg, const Rows& r, int first, int n, Work& w, int d, Ahead& ahead) {
-    value_queries(seg.queries, d, [&](int g) CPU_KERNELS_LAMBDA {
-      return IntValues{r, first, n, w.w16 + g, w.weight_scale + g, seg.o + g * d, d, ahead};
+    for_query_blocks(seg.queries, [&](int g, auto count) CPU_KERNELS_LAMBDA {
+      int_values<count>({r, r.first, r.n, w.w16 + g, w.weight_scale + g, seg.o + g * d, d, ahead});
     });
   }
 };
@@ -664,7 +669,7 @@ struct IntArithmetic {
 
 // Scores in w.s become weights; w.m, w.l and w.alpha (by which what was summed before shrinks) are brought up to date.
 template <bool kTokenScales>
-CPU_KERNELS_INLINE void softmax_tile(const AttendShape& s, const Rows& r, int queries, Work& w) {
+void softmax_tile(const AttendShape& s, const Rows& r, int queries, Work& w) {
   const int lo = r.lo(), hi = r.hi();
   const bool partial = r.first != lo || r.n != hi;
   const F cap = set1(s.soft_cap * kLog2E);
@@ -754,14 +759,15 @@ void attend_with(const AttendShape& s, const Segment& seg, const Segment* next, 
           std::memcpy(w.k_scale + t, r.k_scale[t / 16], 64);
           std::memcpy(w.v_scale + t, r.v_scale[t / 16], 64);
         }
-        for (int t = r.lo(); t < r.hi(); ++t)
-          if (t < r.first || t >= r.n) {
-            w.k_scale[t] = w.k_scale[r.first];
-            w.v_scale[t] = 0.f;
-          }
+        const auto no_token = [&](int t) CPU_KERNELS_LAMBDA {
+          w.k_scale[t] = w.k_scale[r.first];
+          w.v_scale[t] = 0.f;
+        };
+        for (int t = r.lo(); t < r.first; ++t) no_token(t);
+        for (int t = r.n; t < r.hi(); ++t) no_token(t);
       }
       Arithmetic::scores(s, seg, r, w, ahead);
-      softmax_tile<Arithmetic::kTokenScales>(s, r, seg.queries, w);
+      if constexpr (!Arithmetic::kOwnSoftmax) softmax_tile<Arithmetic::kTokenScales>(s, r, seg.queries, w);
       Arithmetic::values(s, seg, r, w, ahead);
       ahead.rest();
     }
@@ -773,14 +779,11 @@ void attend_with(const AttendShape& s, const Segment& seg, const Segment* next, 
 void attend_any(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
   switch (s.layout.type) {
     case Type::f32:
-      return s.slots ? attend_with<FloatArithmetic<float, true>>(s, seg, next, scratch)
-                     : attend_with<FloatArithmetic<float, false>>(s, seg, next, scratch);
+      return attend_with<FloatArithmetic<float>>(s, seg, next, scratch);
     case Type::f16:
-      return s.slots ? attend_with<FloatArithmetic<f16, true>>(s, seg, next, scratch)
-                     : attend_with<FloatArithmetic<f16, false>>(s, seg, next, scratch);
+      return attend_with<FloatArithmetic<f16>>(s, seg, next, scratch);
     case Type::bf16:
-      return s.slots ? attend_with<FloatArithmetic<bf16, true>>(s, seg, next, scratch)
-                     : attend_with<FloatArithmetic<bf16, false>>(s, seg, next, scratch);
+      return attend_with<FloatArithmetic<bf16>>(s, seg, next, scratch);
     case Type::i8:
       return attend_with<IntArithmetic>(s, seg, next, scratch);
   }
@@ -790,7 +793,11 @@ void attend_any(const AttendShape& s, const Segment& seg, const Segment* next, S
 
 template <class T>
 CPU_KERNELS_INLINE void scale_out(const float* o, float factor, int head_dim, T* out) {
-  for (int d = 0; d < head_dim; ++d) from_float(o[d] * factor, out + d);
+  for (int d = 0; d < head_dim; d += 16) {  // as in read_floats
+    T block[16];
+    for (int j = 0; j < 16; ++j) from_float(o[d + j] * factor, block + j);
+    std::memcpy(out + d, block, sizeof block);
+  }
 }
 
 void finish(const float* o, const float* m, const float* l, int count, int head_dim, Type type, void* out, float* lse) {
@@ -808,21 +815,25 @@ void finish(const float* o, const float* m, const float* l, int count, int head_
 }
 
 void merge(float* const* o, float* const* m, float* const* l, int parts, int count, int head_dim) {
+  alignas(64) float most[16], sum[16], factor[kMergedParts][16];
   for (int i = 0; i < count; ++i) {
-    float most = m[0][i];
-    for (int p = 1; p < parts; ++p) most = m[p][i] > most ? m[p][i] : most;
-    float sum = 0.f;
+    most[i] = m[0][i];
+    sum[i] = 0.f;
+    for (int p = 1; p < parts; ++p) most[i] = m[p][i] > most[i] ? m[p][i] : most[i];
+  }
+  for (int p = 0; p < parts; ++p) {
+    for (int i = 0; i < 16; ++i) factor[p][i] = i < count && l[p][i] > 0.f ? m[p][i] - most[i] : 2.f * kNoToken;
+    for (int i = 0; i < 16; i += kLanes) store(factor[p] + i, exp2(load(factor[p] + i)));
+    for (int i = 0; i < count; ++i) sum[i] += l[p][i] > 0.f ? factor[p][i] * l[p][i] : 0.f;
+  }
+  for (int i = 0; i < count; ++i) {
     float* to = o[0] + i * head_dim;
-    for (int p = 0; p < parts; ++p) {
-      const float factor = l[p][i] > 0.f ? std::exp2(m[p][i] - most) : 0.f;
-      const float* from = o[p] + i * head_dim;
-      sum += factor * l[p][i];
-      if (p == 0)
-        for (int d = 0; d < head_dim; ++d) to[d] *= factor;
-      else
-        for (int d = 0; d < head_dim; ++d) to[d] += factor * from[d];
+    for (int d = 0; d < head_dim; d += kLanes) {
+      F total = mul(load(to + d), set1(factor[0][i]));
+      for (int p = 1; p < parts; ++p) total = fma(load(o[p] + i * head_dim + d), set1(factor[p][i]), total);
+      store(to + d, total);
     }
-    m[0][i] = most;
-    l[0][i] = sum;
+    m[0][i] = most[i];
+    l[0][i] = sum[i];
   }
 }

@@ -71,3 +71,11 @@ CPU_KERNELS_INLINE void from_float(float x, f16* out) {
   }
 #endif
 }
+
+// The nearest integer, ties to even, for |x| < 2^22: std::lrintf would be a call.
+CPU_KERNELS_INLINE std::int32_t nearest(float x) {
+  const float shifted = x + 0x1.8p23f;
+  std::int32_t bits;
+  std::memcpy(&bits, &shifted, 4);
+  return bits - 0x4b400000;
+}

@@ -49,7 +49,7 @@ CPU_KERNELS_INLINE float quantise(const From* from, int dim, std::int8_t* to, in
   for (int d = 0; d < dim; ++d) {
     float x = to_float(from[d]) * inverse;
     x = x > 127.f ? 127.f : x < -127.f ? -127.f : x;  // and NaN or infinity does not overflow the conversion
-    to[d * stride] = static_cast<std::int8_t>(x == x ? std::lrintf(x) : 0);
+    to[d * stride] = static_cast<std::int8_t>(x == x ? nearest(x) : 0);
   }
   return top / 127.f;
 }

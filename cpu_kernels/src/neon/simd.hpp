@@ -17,6 +17,10 @@ CPU_KERNELS_INLINE F zero() { return vdupq_n_f32(0.f); }
 CPU_KERNELS_INLINE F set1(float x) { return vdupq_n_f32(x); }
 CPU_KERNELS_INLINE F load(const float* p) { return vld1q_f32(p); }
 CPU_KERNELS_INLINE void store(float* p, F x) { vst1q_f32(p, x); }
+template <class V>
+CPU_KERNELS_INLINE V in_register(V x) {
+  return x;
+}
 CPU_KERNELS_INLINE F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 CPU_KERNELS_INLINE F add(F a, F b) { return vaddq_f32(a, b); }
 CPU_KERNELS_INLINE F sub(F a, F b) { return vsubq_f32(a, b); }
@@ -34,9 +38,12 @@ CPU_KERNELS_INLINE float reduce_add(F x) { return vaddvq_f32(x); }
 CPU_KERNELS_INLINE F reduce_rows(const F* acc) {
   return vpaddq_f32(vpaddq_f32(acc[0], acc[1]), vpaddq_f32(acc[2], acc[3]));
 }
+CPU_KERNELS_INLINE F reduce_rows(const I* acc) {
+  return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(acc[0], acc[1]), vpaddq_s32(acc[2], acc[3])));
+}
 // s[g][t] = sum of acc[g][t]'s lanes.
-template <int Q, int kTokens>
-CPU_KERNELS_INLINE void reduce_store(const F* acc, float* s) {
+template <int Q, int kTokens, class V>
+CPU_KERNELS_INLINE void reduce_store(const V* acc, float* s) {
   static_assert(kTokens % 4 == 0, "");
   unroll<Q>([&](auto g) CPU_KERNELS_LAMBDA {
     unroll<kTokens / 4>(
@@ -45,7 +52,7 @@ CPU_KERNELS_INLINE void reduce_store(const F* acc, float* s) {
 }
 
 // True: load_split gives even and odd elements; false: first and second half.
-constexpr bool splits_odd_even(Type type) { return type == Type::bf16; }
+constexpr bool splits_odd_even(Type type) { return type == Type::bf16 || type == Type::i8; }
 CPU_KERNELS_INLINE uint32x4_t load_bits(const void* p) {
   return vreinterpretq_u32_u8(vld1q_u8(static_cast<const std::uint8_t*>(p)));
 }
@@ -58,11 +65,6 @@ CPU_KERNELS_INLINE Two load_split(const bf16* p) {
   return {vreinterpretq_f32_u32(vshlq_n_u32(x, 16)), vreinterpretq_f32_u32(vandq_u32(x, vdupq_n_u32(0xffff0000)))};
 }
 CPU_KERNELS_INLINE Two load_split(const f16* p) { return {vcvt_f32_f16(load_f16(p)), vcvt_f32_f16(load_f16(p + 4))}; }
-// kLanes elements followed by zeros; head_dim is a multiple of 2 * kLanes here.
-template <class T>
-CPU_KERNELS_INLINE Two load_split_half(const T*) {
-  return {zero(), zero()};
-}
 CPU_KERNELS_INLINE F load_natural(const float* p) { return vld1q_f32(p); }
 CPU_KERNELS_INLINE F load_natural(const bf16* p) {
   const uint16x4_t x = vreinterpret_u16_u8(vld1_u8(reinterpret_cast<const std::uint8_t*>(p)));
@@ -97,8 +99,8 @@ CPU_KERNELS_INLINE TwoI load_split8(const std::int8_t* p) {
   const int16x8_t x = vreinterpretq_s16_s8(vld1q_s8(p));
   return {vreinterpretq_s32_s16(vshrq_n_s16(vshlq_n_s16(x, 8), 8)), vreinterpretq_s32_s16(vshrq_n_s16(x, 8))};
 }
-// head_dim is a multiple of 4 * kLanes here.
-CPU_KERNELS_INLINE TwoI load_split8_part(const std::int8_t*, int) { return {izero(), izero()}; }
+// kLanes dims of four tokens: tokens 0 and 2, tokens 1 and 3.
+CPU_KERNELS_INLINE TwoI load_quads8(const std::int8_t* p) { return load_split8(p); }
 // 16 weights times `inverse`, rounded, each group of four in the order 0, 2, 1, 3.
 CPU_KERNELS_INLINE void store_weights16(const float* p, F inverse, std::int16_t* out) {
   for (int i = 0; i < 16; i += 4) {

@@ -17,6 +17,10 @@ CPU_KERNELS_INLINE F zero() { return 0.f; }
 CPU_KERNELS_INLINE F set1(float x) { return x; }
 CPU_KERNELS_INLINE F load(const float* p) { return *p; }
 CPU_KERNELS_INLINE void store(float* p, F x) { *p = x; }
+template <class V>
+CPU_KERNELS_INLINE V in_register(V x) {
+  return x;
+}
 CPU_KERNELS_INLINE F fma(F a, F b, F c) { return a * b + c; }
 CPU_KERNELS_INLINE F add(F a, F b) { return a + b; }
 CPU_KERNELS_INLINE F sub(F a, F b) { return a - b; }
@@ -33,10 +37,10 @@ CPU_KERNELS_INLINE F pow2n(F n) {
 CPU_KERNELS_INLINE float reduce_max(F x) { return x; }
 CPU_KERNELS_INLINE float reduce_add(F x) { return x; }
 // s[g][t] = sum of acc[g][t]'s lanes.
-template <int Q, int kTokens>
-CPU_KERNELS_INLINE void reduce_store(const F* acc, float* s) {
+template <int Q, int kTokens, class V>
+CPU_KERNELS_INLINE void reduce_store(const V* acc, float* s) {
   for (int g = 0; g < Q; ++g)
-    for (int t = 0; t < kTokens; ++t) s[g * kTile + t] = acc[g * kTokens + t];
+    for (int t = 0; t < kTokens; ++t) s[g * kTile + t] = static_cast<float>(acc[g * kTokens + t]);
 }
 
 CPU_KERNELS_INLINE Two load_split(const float* p) { return {p[0], p[1]}; }
@@ -45,10 +49,6 @@ CPU_KERNELS_INLINE Two load_split(const f16* p) { return {to_float(p[0]), to_flo
 template <class T>
 CPU_KERNELS_INLINE F load_natural(const T* p) {
   return to_float(*p);
-}
-template <class T>
-CPU_KERNELS_INLINE Two load_split_half(const T* p) {
-  return {to_float(p[0]), 0.f};
 }
 CPU_KERNELS_INLINE Two load_pair(const bf16* p) { return {to_float(p[0]), to_float(p[1])}; }
 CPU_KERNELS_INLINE Two load_pair(const f16* p) { return {to_float(p[0]), to_float(p[1])}; }
@@ -68,12 +68,27 @@ CPU_KERNELS_INLINE I madd16(I a, I b, I c) {
 CPU_KERNELS_INLINE F to_f(I a) { return static_cast<F>(a); }
 // 4 * kLanes bytes: even bytes and odd bytes as int16.
 CPU_KERNELS_INLINE TwoI load_split8(const std::int8_t* p) { return {pack16(p[0], p[2]), pack16(p[1], p[3])}; }
-// The same for `bytes` < 4 * kLanes bytes (a multiple of 16) and zeros after them.
-CPU_KERNELS_INLINE TwoI load_split8_part(const std::int8_t* p, int bytes) {
-  return {pack16(p[0], bytes > 2 ? p[2] : 0), pack16(bytes > 1 ? p[1] : 0, 0)};
-}
+// kLanes dims of four tokens: tokens 0 and 2, tokens 1 and 3.
+CPU_KERNELS_INLINE TwoI load_quads8(const std::int8_t* p) { return load_split8(p); }
 // 16 weights times `inverse`, rounded, each group of four in the order 0, 2, 1, 3.
 CPU_KERNELS_INLINE void store_weights16(const float* p, F inverse, std::int16_t* out) {
   for (int i = 0; i < 16; ++i)
     out[(i & ~3) + (i & 1) * 2 + ((i >> 1) & 1)] = static_cast<std::int16_t>(std::nearbyint(p[i] * inverse));
+}
+
+// Bytes, 4 of them. dot8 adds to c the products of a's unsigned and b's signed bytes.
+CPU_KERNELS_INLINE I load8(const std::uint8_t* p) {
+  I x;
+  std::memcpy(&x, p, 4);
+  return x;
+}
+CPU_KERNELS_INLINE I broadcast8(const std::uint8_t* p) { return load8(p); }
+CPU_KERNELS_INLINE I plus128(I x) { return x ^ static_cast<I>(0x80808080); }
+CPU_KERNELS_INLINE I dot8(I a, I b, I c) {
+  for (int i = 0; i < 32; i += 8) c += static_cast<std::uint8_t>(a >> i) * static_cast<std::int8_t>(b >> i);
+  return c;
+}
+// 16 weights times `inverse`, rounded.
+CPU_KERNELS_INLINE void store_weights8(const float* p, F inverse, std::uint8_t* out) {
+  for (int i = 0; i < 16; ++i) out[i] = static_cast<std::uint8_t>(std::nearbyint(p[i] * inverse));
 }

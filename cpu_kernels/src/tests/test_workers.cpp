@@ -165,6 +165,56 @@ void pool_reports_failures() {
   CHECK(nested.refused);
 }
 
+// begin and end bracket every job, whatever becomes of it; begin can refuse it.
+void pool_brackets_jobs() {
+  WorkerPool pool(with_threads(2));
+  struct Owned {
+    std::atomic<bool> owned{false}, refuse{false};
+    std::atomic<int> done{0}, failed{0}, fail_at{-1};
+  } context;
+  Job job;
+  job.items = 20;
+  job.context = &context;
+  job.begin = [](void* c) {
+    Owned* o = static_cast<Owned*>(c);
+    if (o->refuse) throw std::runtime_error("not now");
+    CHECK(!o->owned.exchange(true));
+  };
+  job.run = [](void* c, int item, int) {
+    Owned* o = static_cast<Owned*>(c);
+    CHECK(o->owned);
+    if (item == o->fail_at) throw std::runtime_error("no");
+  };
+  job.end = [](void* c, JobResult result) {
+    Owned* o = static_cast<Owned*>(c);
+    CHECK(o->owned.exchange(false));
+    ++(result == JobResult::kDone ? o->done : o->failed);
+  };
+  for (int round = 0; round < 100; ++round) {
+    context.fail_at = round % 3 == 0 ? round % 20 : -1;
+    CHECK(pool.run(job, round % 2 == 0) == (round % 3 == 0 ? JobResult::kFailed : JobResult::kDone));
+    CHECK(!context.owned);
+  }
+  CHECK(context.done == 66 && context.failed == 34);
+  context.refuse = true;
+  CHECK_THROWS(std::runtime_error, "not now", pool.run(job, true));
+  context.refuse = false;
+  context.fail_at = -1;
+  CHECK(pool.run(job, true) == JobResult::kDone);
+}
+
+void pool_respects_the_number_of_workers() {
+  WorkerPool pool(with_threads(2));
+  Tally tally(50, 2);
+  Job job = tally.job();
+  job.workers = 2;  // the caller's number, 2, is too high
+  CHECK(pool.run(job, true) == JobResult::kDone);
+  CHECK(pool.counters(2).items == 0);
+  for (auto& runs : tally.runs) CHECK(runs == 1);
+  job.workers = 1;
+  CHECK_THROWS(std::invalid_argument, "made for 1 workers, the pool has 2", pool.run(job, true));
+}
+
 void pool_survives_a_dying_worker() {
   for (int threads : {1, 3}) {
     WorkerPool pool(with_threads(threads));
@@ -499,8 +549,8 @@ void handoff_refuses_bad_descriptors() {
 void handoff_round_trips() {
   WorkerPool pool(with_threads(1));
   HandoffService service(&pool, kLong);
-  CHECK(measure_round_trips(&service, 1, 5, 10, 1).size() == 50);
-  CHECK(measure_round_trips(&service, 6, 5, 10, 0).size() == 50);
+  for (int items : {1, 0})
+    CHECK(measure_round_trips(&service, 6 - 5 * items, 5, std::vector<Job>(10, empty_job(items))).size() == 50);
 }
 
 void fork_is_noticed() {
@@ -548,6 +598,8 @@ int main(int argc, char** argv) {
                        {"pool_takes_several_callers", pool_takes_several_callers},
                        {"pool_sleeps_and_wakes", pool_sleeps_and_wakes},
                        {"pool_reports_failures", pool_reports_failures},
+                       {"pool_brackets_jobs", pool_brackets_jobs},
+                       {"pool_respects_the_number_of_workers", pool_respects_the_number_of_workers},
                        {"pool_survives_a_dying_worker", pool_survives_a_dying_worker},
                        {"pool_abandons_a_stuck_worker", pool_abandons_a_stuck_worker},
                        {"pool_refuses_bad_options", pool_refuses_bad_options},

@@ -1,0 +1,139 @@
+"""Building the host side of a model runner: pool, copies, workers, hand-off; or the reason why there is none."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cpu_kernels.cores import NotEnoughCores
+from cpu_kernels.workers import WorkerPool
+from sglang_neo.errors import UsageError
+from sglang_neo.host_kv import limits
+from sglang_neo.host_kv.device_pool import DeviceKV, device_kv
+from sglang_neo.host_kv.memory import HostMemory, HostMemoryError, largest_host_memory
+from sglang_neo.host_kv.pages import HostPages
+from sglang_neo.host_kv.pool import HostKVPool, UnsupportedKV
+from sglang_neo.host_kv.transfer import KVTransfer
+from sglang_neo.hybrid.geometry import NoCpuAttention, attention_geometry, attention_layers
+from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.refusals import gpu_only_reasons
+
+logger = logging.getLogger(__name__)
+
+
+class GpuOnly(Exception):
+    """This server has no host rows; the message says why."""
+
+
+@dataclass
+class HostSide:
+    """What a model runner has beside SGLang's device pool."""
+
+    memory: HostMemory
+    pool: HostKVPool
+    pages: HostPages
+    transfer: KVTransfer
+    attention: HostAttention
+    first_layer: int
+
+    def close(self) -> None:
+        """Ends the workers, then gives the memory back; harmless to repeat."""
+        self.attention.close()
+        self.memory.close()
+
+
+def host_side(runner: Any) -> HostSide:
+    """The host side of an SGLang model runner whose KV pool exists.
+
+    Raises GpuOnly if the model or the flags allow no host rows, or nothing is left to have them on.
+    """
+    args = runner.server_args
+    if args.neo_mode == "gpu-only":
+        raise GpuOnly("--neo-mode gpu-only")
+    reasons = gpu_only_reasons(args)
+    if reasons:
+        raise GpuOnly("; ".join(reasons))
+    if runner.is_draft_worker:
+        raise GpuOnly("a draft model has no host rows")
+    layers = attention_layers(runner.model)
+    try:
+        geometry = attention_geometry(layers, runner.dtype)
+        if args.neo_host_kv_dtype not in ("auto", "int8", geometry.dtype):
+            raise UsageError(
+                f"--neo-host-kv-dtype {args.neo_host_kv_dtype} does not go with a model in {geometry.dtype}: "
+                f"give auto, {geometry.dtype} or int8"
+            )
+        device = device_kv(runner.token_to_kv_pool)
+        memory, pool = _pool(runner, device)
+    except (NoCpuAttention, UnsupportedKV) as missing:
+        raise GpuOnly(str(missing)) from None
+    workers = _workers(runner)
+    attention = HostAttention(geometry, pool, workers, str(runner.device), runner.dtype)
+    logger.info(
+        f"Host KV Cache is allocated. dtype: {pool.geometry.dtype}, #tokens: {pool.pages * pool.geometry.page_tokens}, "
+        f"KV size: {pool.bytes / (1 << 30):.2f} GB, CPU attention threads: {workers.threads}"
+    )
+    return HostSide(
+        memory, pool, HostPages(pool.pages), KVTransfer(pool, device.k, device.v), attention, layers[0].layer_id
+    )
+
+
+def _pool(runner: Any, device: DeviceKV) -> tuple[HostMemory, HostKVPool]:
+    args = runner.server_args
+    geometry = device.geometry(args.neo_host_kv_dtype)
+    size = limits.host_pool_bytes(
+        size_gb=args.neo_host_kv_size,
+        ratio=args.neo_host_kv_ratio,
+        available=_least_of_all_ranks(runner, limits.available_host_memory()),
+        gpu_pool_bytes=device.bytes,
+        ranks=args.tp_size * args.dp_size,
+        page_bytes=geometry.bytes_per_page,
+    )
+    logger.info(f"Host KV Cache: {size.bytes / 1e9:.2f} GB, {size.why}")
+    pin = device.device.type == "cuda"
+    threads = len(os.sched_getaffinity(0))
+    asked = geometry.pages_for_bytes(size.bytes)
+    memory, lacking = None, "another rank has no host memory"
+    try:
+        memory = largest_host_memory(
+            asked * geometry.bytes_per_page,
+            geometry.bytes_per_page,
+            functools.partial(HostMemory, pin=pin, threads=threads),
+        )
+    except HostMemoryError as error:
+        lacking = str(error)
+    pages = min(asked, geometry.pages_for_bytes(len(memory.tensor))) if memory is not None else 0
+    pages = _least_of_all_ranks(runner, pages)
+    if memory is None or pages < 1:
+        if memory is not None:
+            memory.close()
+        raise GpuOnly(lacking)
+    return memory, HostKVPool(geometry, pages, memory)
+
+
+def _least_of_all_ranks(runner: Any, number: int) -> int:
+    """Over the tensor-parallel ranks: they schedule alike, so page numbers must mean the same in each."""
+    if runner.ps.tp_size == 1:
+        return number
+    smallest = torch.tensor(number, dtype=torch.int64)
+    torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN, group=runner.tp_group.cpu_group)
+    return int(smallest.item())
+
+
+def _workers(runner: Any) -> WorkerPool:
+    """Threads on cores of their own; on cores shared with others where none are free, which is said."""
+    args = runner.server_args
+    ranks = args.tp_size * args.dp_size
+    cores = len(os.sched_getaffinity(0))
+    # Every rank's scheduler needs a core for itself, where there are enough.
+    share = max(1, (args.neo_cpu_threads or cores - ranks) // ranks)
+    try:
+        return WorkerPool.on_claimed_cores(share, reserve=0)
+    except (NotEnoughCores, RuntimeError) as error:
+        logger.warning(f"CPU attention runs on {share} thread(s) that share cores with others: {error}")
+        return WorkerPool(share)

@@ -1,0 +1,129 @@
+"""What the host side of a server has done: counters for ``/server_info``, Prometheus and the log, in SGLang's style."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_neo.hybrid.host_attention import CpuTimes
+from sglang_neo.token_manager import NeoTokenManager, host_row
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepCounters:
+    """Since the start."""
+
+    host_tokens: int = 0  # output tokens of host rows
+    steps: dict[str, int] = field(default_factory=lambda: {"gpu_only": 0, "sync": 0})
+
+
+class NeoMetrics:
+    """Counts decode steps; publishes if SGLang publishes its own metrics in this process.
+
+    Args:
+        manager: of this scheduler.
+        cpu_times: asks for the workers' account; None without host rows.
+        labels: of SGLang's metrics in this process, None to publish nothing.
+        log_interval: decode steps between log lines; 0: none.
+    """
+
+    def __init__(
+        self,
+        manager: NeoTokenManager,
+        cpu_times: Any | None,
+        labels: Mapping[str, str] | None,
+        log_interval: int,
+    ):
+        self.counters = StepCounters()
+        self._manager, self._cpu_times = manager, cpu_times
+        self._log_interval = log_interval
+        self._published = _Published(labels) if labels is not None and manager.has_host else None
+        self._steps_since_log = self._tokens_since_log = 0
+        self._logged_at = time.perf_counter()
+
+    def count_decode(self, batch: Any) -> None:
+        """One decode step whose result is being processed."""
+        host = sum(host_row(req) is not None for req in batch.reqs)
+        self.counters.host_tokens += host
+        self.counters.steps["sync" if host else "gpu_only"] += 1
+        if not self._manager.has_host:
+            return
+        self._steps_since_log += 1
+        self._tokens_since_log += host
+        if self._published is not None:
+            self._published.update(self.counters, self._manager, self.cpu_times() if host else None)
+        if self._log_interval and self._steps_since_log >= self._log_interval:
+            self._log(host)
+
+    def cpu_times(self) -> CpuTimes:
+        """Zero without host rows."""
+        times: CpuTimes = self._cpu_times() if self._cpu_times is not None else CpuTimes(0.0, 0.0)
+        return times
+
+    def _log(self, host: int) -> None:
+        now = time.perf_counter()
+        if self._tokens_since_log:
+            usage, moved = self._manager.host_usage(), self._manager.migrations
+            used = usage.total_tokens - usage.free_tokens
+            logger.info(
+                f"Host rows, #host-req: {host}, #host-token: {self._manager.host_tokens()}, "
+                f"host token usage: {used / max(1, usage.total_tokens):.2f}, "
+                f"migrations: {moved.to_host} to host, {moved.to_device} to device, "
+                f"host gen throughput (token/s): {self._tokens_since_log / (now - self._logged_at):.2f}"
+            )
+        self._logged_at, self._steps_since_log, self._tokens_since_log = now, 0, 0
+
+
+class _Published:
+    """The same in Prometheus. Counters there only grow, so differences are added."""
+
+    def __init__(self, labels: Mapping[str, str]):
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import of prometheus_client.
+        from prometheus_client import Counter, Gauge
+
+        names = list(labels)
+
+        def counter(name: str, text: str, *more: str) -> Any:
+            return Counter(f"sglang:{name}", text, labelnames=[*names, *more])
+
+        def gauge(name: str, text: str) -> Any:
+            return Gauge(f"sglang:{name}", text, labelnames=names, multiprocess_mode="mostrecent").labels(**labels)
+
+        tokens = counter("neo_host_tokens_total", "Output tokens of requests decoded from host memory.")
+        busy = counter("neo_cpu_busy_seconds_total", "Time that CPU attention workers worked, summed over threads.")
+        wait = counter("neo_cpu_wait_seconds_total", "Time that steps with host rows gave the CPU nothing to do.")
+        self._steps = counter("neo_steps_total", "Decode steps, by mode.", "mode")
+        self._migrations = counter("neo_migrations_total", "Requests moved between the pools.", "direction")
+        self._tokens, self._busy, self._wait = (metric.labels(**labels) for metric in (tokens, busy, wait))
+        self._used = gauge("neo_host_kv_used_tokens", "Tokens of host KV in use.")
+        self._total = gauge("neo_host_kv_total_tokens", "Tokens that host KV can hold.")
+        self._running = gauge("neo_host_running_reqs", "Running requests whose KV is in host memory.")
+        self._labels = dict(labels)
+        self._seen: dict[str, float] = {}
+
+    def update(self, counters: StepCounters, manager: NeoTokenManager, times: CpuTimes | None) -> None:
+        self._add("tokens", self._tokens, counters.host_tokens)
+        for mode, steps in counters.steps.items():
+            self._add(f"steps {mode}", self._steps.labels(**self._labels, mode=mode), steps)
+        moved = manager.migrations
+        for direction in ("to_host", "to_device"):
+            metric = self._migrations.labels(**self._labels, direction=direction)
+            self._add(direction, metric, getattr(moved, direction))
+        if times is not None:
+            self._add("busy", self._busy, times.busy)
+            self._add("wait", self._wait, times.wait)
+        usage = manager.host_usage()
+        self._used.set(usage.total_tokens - usage.free_tokens)
+        self._total.set(usage.total_tokens)
+        self._running.set(len(manager.host_rows()))
+
+    def _add(self, name: str, metric: Any, total: float) -> None:
+        more = total - self._seen.get(name, 0)
+        if more > 0:
+            metric.inc(more)
+            self._seen[name] = total

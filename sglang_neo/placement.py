@@ -1,0 +1,144 @@
+"""Who lives where, in the running scheduler: the rules of planning/placement.py applied to SGLang's requests."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from sglang_neo.planning.placement import Row, Rules, prefill_room, to_device, to_host
+from sglang_neo.token_manager import NeoTokenManager, host_row
+
+logger = logging.getLogger(__name__)
+
+
+class Placement:
+    """Moves requests between the pools, between two launches, when NeoScheduler asks for it.
+
+    Everything it decides on is the same in all tensor-parallel ranks (token counts, order of requests), so each decides
+    for itself and all decide alike.
+    """
+
+    def __init__(self, scheduler: Any, rules: Rules | None = None):
+        self._scheduler = scheduler
+        self.rules = rules or Rules()
+        self._manager: NeoTokenManager = scheduler.token_to_kv_pool_allocator.token_manager
+        self._step = 0
+        self._last_departure = -self.rules.cooldown_steps
+        host = scheduler.tp_worker.model_runner.neo_host
+        self.attention = host.attention if host is not None else None
+
+    def begin_step(self) -> None:
+        self._step += 1
+        self._manager.reclaim()
+        if self._scheduler.server_args.neo_check_integrity:
+            self._manager.audit()
+
+    # -- to the host ------------------------------------------------------------------------------------------
+
+    def before_chunk(self, batch: Any) -> None:
+        """Room for the next chunk of a prompt that is prefilled in chunks, if one is."""
+        req = self._scheduler.chunked_req
+        if req is None or not self._manager.has_host:
+            return
+        left = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        chunk = min(left, self._scheduler.chunked_prefill_size or left)
+        self._make_room(batch, self._device_footprint(chunk) + self._page, partly=True)
+
+    def make_room_for_prefill(self, batch: Any) -> bool:
+        """After SGLang found no room for the first waiting prompt: whether there may be room now."""
+        scheduler = self._scheduler
+        if not self._manager.has_host or not scheduler.waiting_queue or scheduler.chunked_req is not None:
+            return False
+        if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
+            return False
+        longest = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        waiting = [self._device_footprint(req.seqlen) + self._page for req in scheduler.waiting_queue[:64]]
+        room = prefill_room(waiting, self._manager.device_usage().total_tokens, longest + self._page, self.rules)
+        return self._make_room(batch, room, partly=False)
+
+    def before_decode(self, batch: Any) -> None:
+        """Room for the next token of every row; if there is plenty, rows come back from the host."""
+        if not self._manager.has_host:
+            return
+        needed = batch.new_tokens_required_next_decode()
+        if self._device_free() < needed:
+            rows = sum(host_row(req) is None for req in batch.reqs)
+            self._make_room(batch, needed + self._device_footprint(self.rules.growth_steps) * rows, partly=True)
+        elif not self._scheduler.waiting_queue and self._step - self._last_departure >= self.rules.cooldown_steps:
+            self._return(batch)
+
+    def _make_room(self, batch: Any, needed: int, partly: bool) -> bool:
+        """Moves the newest rows out until ``needed`` tokens are free on the device; whether any row moved."""
+        moved = False
+        while (missing := needed - self._device_free()) > 0:
+            rows = self._rows(batch, lambda req: host_row(req) is None and self._movable(req))
+            leaving = to_host(rows, missing, self._manager.host_usage().free_tokens, partly=partly)
+            if not any([self.move_to_host(batch.reqs[index]) for index in leaving]):
+                break
+            moved = True  # rows that share a prefix free less than they occupy: look again
+        return moved
+
+    def move_to_host(self, req: Any) -> bool:
+        """Moves one running request out, now. False if host memory has no room for it."""
+        scheduler = self._scheduler
+        with self._stream_of_forwards():
+            moved = self._manager.move_to_host(req, scheduler.tree_cache, scheduler.req_to_token_pool)
+        if moved:
+            self._last_departure = self._step
+        return moved
+
+    # -- back to the device -----------------------------------------------------------------------------------
+
+    def _return(self, batch: Any) -> None:
+        rows = self._rows(batch, lambda req: host_row(req) is not None)
+        if not rows:
+            return
+        device_rows = len(batch.reqs) - len(rows)
+        for index in to_device(rows, device_rows, self._device_free(), self._page, self.rules):
+            self.move_to_device(batch.reqs[index])
+
+    def move_to_device(self, req: Any) -> bool:
+        """Moves one host row back, now. False if the device has no room for it."""
+        scheduler = self._scheduler
+        with self._stream_of_forwards():
+            return self._manager.move_to_device(req, scheduler.tree_cache, scheduler.req_to_token_pool)
+
+    @contextlib.contextmanager
+    def _stream_of_forwards(self) -> Iterator[None]:
+        """With overlap scheduling a forward may be in flight, on a stream of its own: copies go behind it there."""
+        scheduler = self._scheduler
+        if not (scheduler.enable_overlap and str(scheduler.device).startswith("cuda")):
+            yield
+            return
+        with scheduler.forward_stream_ctx:
+            scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+            yield
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+
+    # -- counting ---------------------------------------------------------------------------------------------
+
+    @property
+    def _page(self) -> int:
+        return self._manager.device_page_tokens
+
+    def _device_footprint(self, tokens: int) -> int:
+        return self._manager.device_footprint(tokens)
+
+    def _device_free(self) -> int:
+        scheduler = self._scheduler
+        return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
+
+    def _rows(self, batch: Any, wanted: Callable[[Any], bool]) -> Sequence[Row]:
+        """Those of the batch, in the order in which they began to run."""
+        found = []
+        for index, req in enumerate(batch.reqs):
+            if wanted(req):
+                tokens = req.seqlen - 1
+                found.append(Row(index, self._device_footprint(tokens), self._manager.host_footprint(tokens + 1)))
+        return found
+
+    def _movable(self, req: Any) -> bool:
+        """Not a request whose device KV others hold on to: sessions keep it between turns."""
+        return not req.finished() and req.session is None and req.kv_committed_len > 0

@@ -1,0 +1,104 @@
+"""Which running requests keep their KV on the device and which in host memory.
+
+Newest first out, oldest first back, as NEO does (arXiv 2411.01142, section 4): the requests that have waited least go
+where decoding may be slower. Both ways never happen in one step, and a request comes back only to stay: there must be
+room for everybody on the device to grow, and nobody must have left it a moment ago.
+
+Requests are given as ``Row``s in the order in which they began to run. All sizes are in tokens; a row's size is what it
+occupies, whole pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A running request as the placement sees it."""
+
+    index: int  # the caller's name for it
+    device_tokens: int  # that it occupies, or would occupy, on the device
+    host_tokens: int  # the same in host memory
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What keeps placement steady."""
+
+    #: When the device runs out, make room for so many steps at once rather than for one.
+    growth_steps: int = 16
+    #: After a return every device row must have room to grow for so many steps.
+    return_steps: int = 64
+    #: Steps after a departure in which nobody returns.
+    cooldown_steps: int = 32
+    #: Rows that return in one step at most: each costs a copy that the step waits for.
+    returns_per_step: int = 2
+    #: Beyond the first waiting prompt, room is made for others up to this fraction of the device pool.
+    prefill_fraction: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.growth_steps < 1 or self.return_steps < self.growth_steps:
+            raise ValueError("growth_steps must be at least 1 and return_steps at least growth_steps")
+
+
+def to_host(rows: Sequence[Row], needed: int, host_free: int, *, partly: bool) -> list[int]:
+    """Who leaves the device so that ``needed`` more tokens are free there: the newest that suffice.
+
+    Rows that host memory has no room for are passed over.
+
+    Args:
+        rows: device rows that can be moved, oldest first.
+        host_free: tokens in free host pages.
+        partly: whether to free what can be freed if it is not enough; otherwise nobody leaves then.
+
+    Returns:
+        Their indices, in the order in which they leave.
+    """
+    leaving: list[int] = []
+    for row in reversed(rows):
+        if needed <= 0:
+            break
+        if row.host_tokens <= host_free:
+            leaving.append(row.index)
+            needed -= row.device_tokens
+            host_free -= row.host_tokens
+    return leaving if partly or needed <= 0 else []
+
+
+def to_device(rows: Sequence[Row], device_rows: int, device_free: int, device_page: int, rules: Rules) -> list[int]:
+    """Who comes back from host memory: the oldest that fit with room for all device rows to grow.
+
+    Args:
+        rows: host rows that can be moved, oldest first. A row that does not fit keeps younger ones waiting too.
+        device_rows: how many rows are on the device now.
+        device_free: tokens that are free or can be evicted there.
+        device_page: tokens of a device page: a row grows by whole pages.
+    """
+    returning: list[int] = []
+    growth = -(-rules.return_steps // device_page) * device_page
+    for row in rows[: rules.returns_per_step]:
+        device_rows += 1
+        device_free -= row.device_tokens
+        if device_free < device_rows * growth:
+            break
+        returning.append(row.index)
+    return returning
+
+
+def prefill_room(waiting: Sequence[int], device_total: int, longest: int, rules: Rules) -> int:
+    """Tokens that should be free on the device before a prefill: for the first prompt, and for those behind it that
+    together stay below ``prefill_fraction`` of the device pool.
+
+    Args:
+        waiting: tokens of each waiting prompt, in order of admission; at least one.
+        device_total: size of the device pool.
+        longest: tokens that one prefill step takes at most.
+    """
+    room = min(waiting[0], longest)
+    for tokens in waiting[1:]:
+        if room + tokens > min(longest, rules.prefill_fraction * device_total):
+            break
+        room += tokens
+    return room

@@ -1,0 +1,59 @@
+"""The attention backend becomes hybrid and stays what it was."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_neo.hybrid.backend import hide_host_rows, make_hybrid
+
+
+class Backend:
+    flag = True
+
+    def __init__(self) -> None:
+        self.state = 5
+
+    def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, fb: Any, save_kv_cache: bool = True) -> list[Any]:
+        return ["own", self.state, save_kv_cache]
+
+    def other(self) -> int:
+        return self.state
+
+
+class Step:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def send(self, layer: int, q: Any, k: Any, v: Any) -> None:
+        self.calls.append(("send", layer))
+
+    def receive(self, layer: int, out: list[Any]) -> None:
+        self.calls.append(("receive", layer))
+        out.append("answer")
+
+
+def test_hands_over_before_and_waits_after_the_own_attention() -> None:
+    backend, host = Backend(), SimpleNamespace(current=None)
+    make_hybrid(backend, host, first_layer=2)  # type: ignore[arg-type]
+    assert isinstance(backend, Backend) and backend.flag and backend.other() == 5
+    layer = SimpleNamespace(layer_id=4)
+    assert backend.forward_decode(1, 2, 3, layer, None, save_kv_cache=False) == ["own", 5, False]
+    host.current = Step()
+    assert backend.forward_decode(1, 2, 3, layer, None) == ["own", 5, True, "answer"]
+    assert host.current.calls == [("send", 2), ("receive", 2)]
+    with pytest.raises(ValueError, match="hybrid already"):
+        make_hybrid(backend, host, first_layer=0)  # type: ignore[arg-type]
+    assert Backend().forward_decode(1, 2, 3, layer, None) == ["own", 5, True], "other backends are left alone"
+
+
+def test_host_rows_look_like_padding() -> None:
+    lengths = torch.tensor([7, 100, 9])
+    batch = SimpleNamespace(seq_lens=lengths, seq_lens_cpu=lengths.clone(), seq_lens_sum=116)
+    index = torch.tensor([1])
+    hide_host_rows(batch, index, index)
+    assert batch.seq_lens.tolist() == [7, 1, 9] == batch.seq_lens_cpu.tolist() and batch.seq_lens_sum == 17
+    assert lengths.tolist() == [7, 100, 9], "the scheduler's own tensor must keep the true lengths"

@@ -1,0 +1,111 @@
+"""The rules of placement, as pure functions: newest out, oldest back, never both, nothing thrashes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_neo.planning.placement import Row, Rules, prefill_room, to_device, to_host
+
+RULES = Rules(growth_steps=16, return_steps=64, cooldown_steps=32, returns_per_step=2, prefill_fraction=0.25)
+
+
+def rows(*tokens: int) -> list[Row]:
+    """Oldest first; 64-token host pages."""
+    return [Row(i, n, -(-n // 64) * 64) for i, n in enumerate(tokens)]
+
+
+def test_the_newest_leave_until_there_is_room() -> None:
+    assert to_host(rows(100, 200, 300), 250, 10_000, partly=False) == [2]
+    assert to_host(rows(100, 200, 300), 301, 10_000, partly=False) == [2, 1]
+    assert to_host(rows(100, 200, 300), 0, 10_000, partly=False) == []
+
+
+def test_a_row_that_host_memory_cannot_hold_is_passed_over() -> None:
+    assert to_host(rows(100, 200, 3000), 150, 512, partly=False) == [1]
+
+
+def test_all_or_nothing_unless_a_part_helps() -> None:
+    assert to_host(rows(100, 200), 301, 10_000, partly=False) == []
+    assert to_host(rows(100, 200), 301, 10_000, partly=True) == [1, 0]
+    assert to_host(rows(100, 200), 301, 128, partly=True) == [0]
+    assert to_host([], 1, 10_000, partly=True) == []
+
+
+def test_the_oldest_come_back_and_only_to_stay() -> None:
+    host = rows(100, 200, 50)
+    assert to_device(host, 0, 100 + 64, 1, RULES) == [0]
+    assert to_device(host, 0, 100 + 63, 1, RULES) == []
+    assert to_device(host, 3, 300 + 5 * 64, 1, RULES) == [0, 1]
+    assert to_device(host, 3, 10_000, 1, RULES) == [0, 1], "two a step at most"
+
+
+def test_a_row_that_does_not_fit_keeps_younger_ones_waiting() -> None:
+    assert to_device(rows(5000, 10), 0, 1000, 1, RULES) == []
+
+
+def test_growth_is_counted_in_device_pages() -> None:
+    assert to_device(rows(64), 1, 64 + 2 * 64, 64, RULES) == [0]
+    assert to_device(rows(128), 1, 128 + 2 * 128 - 1, 128, RULES) == []
+
+
+def test_room_for_the_first_prompt_and_a_few_behind_it() -> None:
+    assert prefill_room([900], 1000, 8192, RULES) == 900
+    assert prefill_room([100, 100, 100], 1000, 8192, RULES) == 200
+    assert prefill_room([100, 40, 40, 40, 40], 1000, 8192, RULES) == 220
+    assert prefill_room([900, 10], 1000, 512, RULES) == 512
+
+
+def test_rules_that_would_thrash_are_refused() -> None:
+    with pytest.raises(ValueError, match="return_steps"):
+        Rules(growth_steps=16, return_steps=8)
+
+
+sizes = st.lists(st.integers(1, 500), max_size=12)
+
+
+@given(sizes, st.integers(0, 3000), st.integers(0, 5000), st.booleans())
+def test_departures_fit_host_memory_and_are_no_more_than_needed(
+    tokens: list[int], needed: int, host_free: int, partly: bool
+) -> None:
+    all_rows = rows(*tokens)
+    leaving = to_host(all_rows, needed, host_free, partly=partly)
+    assert len(set(leaving)) == len(leaving) and leaving == sorted(leaving, reverse=True)
+    assert sum(all_rows[i].host_tokens for i in leaving) <= host_free
+    freed = [all_rows[i].device_tokens for i in leaving]
+    assert sum(freed[:-1]) < max(needed, 1), "the last one was not needed"
+    if not partly and leaving:
+        assert sum(freed) >= needed
+
+
+@given(sizes, st.integers(0, 8), st.integers(0, 3000), st.sampled_from([1, 16, 64]))
+def test_whoever_returns_does_not_leave_again_for_want_of_growth(
+    tokens: list[int], device_rows: int, device_free: int, page: int
+) -> None:
+    host = [Row(i, -(-n // page) * page, n) for i, n in enumerate(tokens)]
+    back = to_device(host, device_rows, device_free, page, RULES)
+    assert back == list(range(len(back)))
+    if back:
+        left = device_free - sum(host[i].device_tokens for i in back)
+        growth = -(-RULES.return_steps // page) * page
+        assert left >= (device_rows + len(back)) * growth
+        # A departure needs room for growth_steps only, so nobody leaves for return_steps steps.
+        assert to_host(host, max(0, growth * (device_rows + len(back)) - left), 10**6, partly=True) == []
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys, sglang_neo.planning.placement; print(sorted(m for m in ('torch', 'sglang') if m in sys.modules))"
+    )
+    # -S: site packages may import torch on their own account.
+    out = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {sys.path[:1]!r} + ['.']; {code}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert out.stdout.strip() == "[]", out.stderr

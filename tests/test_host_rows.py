@@ -1,0 +1,258 @@
+"""Requests that decode from host memory: tokens exact against plain SGLang, under every migration, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.exact import Reference, assert_exact, first_difference
+from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request, Result
+from tests.harness.models import ARCHITECTURES, VOCAB_SIZE
+
+Tiny = Callable[..., Path]
+
+if torch.cuda.is_available():
+    pytest.skip("these tests run on the CPU device: set CUDA_VISIBLE_DEVICES=''", allow_module_level=True)
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+def random_requests(seed: int, count: int = 10, longest: int = 150) -> list[Request]:
+    """Lengths of all kinds, some with a common prefix, arriving over time."""
+    rng = random.Random(seed)
+    prefix = random_prompt(rng, 70)
+    requests = []
+    for i in range(count):
+        start = prefix[: rng.randrange(1, 70)] if rng.random() < 0.4 else []
+        prompt = start + random_prompt(rng, rng.randrange(1, longest))
+        requests.append(Request(f"r{i:02}", prompt, rng.randrange(2, 90), arrive=rng.randrange(40)))
+    return requests
+
+
+class RandomMoves:
+    """``on_step`` that moves running requests between the pools at random, and audits both pools after each step."""
+
+    def __init__(self, seed: int, rate: float = 0.3):
+        self.rng, self.rate = random.Random(seed), rate
+        self.host_steps = 0  # a request spent a step in host memory
+
+    def __call__(self, scheduler: Any, step: int) -> None:
+        manager = scheduler.token_manager
+        manager.audit()
+        self.host_steps += len(manager.host_rows())
+        for req in scheduler.running_batch.reqs:
+            if req.finished() or req.kv is None or self.rng.random() >= self.rate:
+                continue
+            if getattr(req, "neo_host_row", None) is None:
+                scheduler.placement.move_to_host(req)
+            else:
+                scheduler.placement.move_to_device(req)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Tiny) -> Iterator[Callable[[str, list[Request]], dict[str, Reference]]]:
+    """Each request by itself on a plain model runner: no scheduler, no cache, batch size 1."""
+    kept: dict[tuple[str, int], dict[str, Reference]] = {}
+
+    def references(arch: str, requests: list[Request]) -> dict[str, Reference]:
+        key = (arch, hash(tuple((r.name, tuple(r.prompt), r.max_new_tokens) for r in requests)))
+        if key not in kept:
+            with InProcessRunner("plain", tiny(arch)) as runner:
+                kept[key] = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
+        return kept[key]
+
+    yield references
+
+
+def tokens(results: dict[str, Result]) -> dict[str, list[int]]:
+    return {name: result.tokens for name, result in results.items()}
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_exact_under_random_migrations(tiny: Tiny, alone: Any, arch: str, page_size: int, overlap: bool) -> None:
+    requests = random_requests(seed=3)
+    moves = RandomMoves(seed=page_size)
+    with InProcessScheduler("neo", tiny(arch), page_size=page_size, disable_overlap_schedule=not overlap) as scheduler:
+        got = scheduler.run(requests, moves)
+        moved = scheduler.scheduler.token_manager.migrations
+    assert moved.to_host > 10 and moved.to_device > 10 and moves.host_steps > 50, (moved, moves.host_steps)
+    assert_exact(alone(arch, requests), tokens(got))
+
+
+#: More of them: NEO_TEST_SEEDS=100 pytest tests/test_host_rows.py -k random_workloads
+SEEDS = range(int(os.environ.get("NEO_TEST_SEEDS", "6")))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_workloads(tiny: Tiny, alone: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    requests = random_requests(seed=100 + seed, count=rng.randrange(4, 14))
+    moves = RandomMoves(seed, rate=rng.choice([0.05, 0.3, 0.8]))
+    arch = rng.choice(list(ARCHITECTURES))
+    options = {
+        "page_size": rng.choice([1, 16, 32, 64]),
+        "chunked_prefill_size": rng.choice([64, 128, -1]),
+        "disable_radix_cache": seed % 3 == 2,
+        "disable_overlap_schedule": seed % 2 == 1,
+        "max_total_tokens": rng.choice([512, 1024, 2048]),
+    }
+    print(f"seed {seed}: {arch}, {options}, moves at a rate of {moves.rate}")
+    with InProcessScheduler("neo", tiny(arch), **options) as scheduler:
+        got = scheduler.run(requests, moves)
+    assert moves.host_steps > 0
+    assert_exact(alone(arch, requests), tokens(got))
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_small_pool_serves_from_the_host_instead_of_retracting(tiny: Tiny, alone: Any, page_size: int) -> None:
+    """32 requests of 300 + 200 tokens on 2,000 tokens of device KV: plain SGLang can run four at once."""
+    rng = random.Random(5)
+    requests = [Request(f"r{i:02}", random_prompt(rng, 300), 200) for i in range(32)]
+    most: dict[str, int] = {}
+    results = {}
+    for kind in ("plain", "neo"):
+        most[kind] = 0
+
+        def watch(scheduler: Any, step: int, kind: str = kind) -> None:
+            most[kind] = max(most[kind], len(scheduler.running_batch.reqs))
+            if kind == "neo":
+                scheduler.token_manager.audit()
+
+        options = {"max_total_tokens": 2048 if page_size > 1 else 2000, "max_running_requests": 64}
+        with InProcessScheduler(kind, tiny("llama"), page_size=page_size, **options) as scheduler:  # type: ignore[arg-type]
+            results[kind] = scheduler.run(requests, watch)
+    assert_exact(alone("llama", requests), tokens(results["neo"]))
+    assert sum(result.retractions for result in results["neo"].values()) == 0
+    assert most["neo"] >= 3 * most["plain"], most
+
+
+def test_one_request_may_outgrow_the_device_pool(tiny: Tiny, alone: Any) -> None:
+    rng = random.Random(6)
+    requests = [Request("long", random_prompt(rng, 100), 500)]
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=256) as scheduler:
+        got = scheduler.run(requests)
+    assert len(got["long"].tokens) == 500
+    assert_exact(alone("llama", requests), tokens(got))
+
+
+def test_requests_come_back_when_the_device_has_room(tiny: Tiny, alone: Any) -> None:
+    """A crowd of short requests drives a long one out; when they have gone, it returns and stays."""
+    rng = random.Random(7)
+    short = [Request(f"s{i}", random_prompt(rng, 60), 20, arrive=i) for i in range(8)]
+    requests = [*short, Request("z-long", random_prompt(rng, 60), 300, arrive=9)]
+    seen: list[bool] = []
+
+    def watch(scheduler: Any, step: int) -> None:
+        scheduler.token_manager.audit()
+        seen.append("z-long" in scheduler.token_manager.host_rows())
+
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, max_running_requests=16) as scheduler:
+        got = scheduler.run(requests, watch)
+        moved = scheduler.scheduler.token_manager.migrations
+    assert_exact(alone("llama", requests), tokens(got))
+    assert True in seen and not seen[-2], "the long request was to leave and to come back"
+    assert moved.to_host < 30, f"thrashing: {moved}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_aborts_leave_both_pools_as_they_were(tiny: Tiny, seed: int) -> None:
+    rng = random.Random(seed)
+    requests = [
+        Request(f"r{i:02}", random_prompt(rng, rng.randrange(1, 200)), 80, arrive=rng.randrange(30),
+                abort=rng.randrange(1, 90) if rng.random() < 0.6 else None)
+        for i in range(16)
+    ]  # fmt: skip
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=700, max_running_requests=16) as scheduler:
+        manager = scheduler.scheduler.token_manager
+        before = manager.host_usage()
+        scheduler.run(requests, RandomMoves(seed))
+        manager.reclaim()
+        assert manager.host_usage() == before and not manager.host_rows()
+        manager.audit()
+
+
+def test_retraction_is_the_last_resort(tiny: Tiny, alone: Any) -> None:
+    """Both pools full: SGLang's retraction, and the answers stay right."""
+    rng = random.Random(8)
+    requests = [Request(f"r{i}", random_prompt(rng, 40), 120, arrive=i) for i in range(8)]
+    four_pages = 4 * 64 * 2 * 2 * 16 * 3 * 4 / 1e9  # tokens, K and V, heads, head_dim, layers, bytes
+    options = {"max_total_tokens": 320, "max_running_requests": 16, "neo_host_kv_size": four_pages}
+    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
+        manager = scheduler.scheduler.token_manager
+        assert manager.host_usage().total_tokens == 4 * 64
+        got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
+        manager.reclaim()
+        assert manager.host_usage().free_tokens == 4 * 64
+    assert sum(result.retractions for result in got.values()) > 0
+    assert_exact(alone("llama", requests), tokens(got))
+
+
+# -- negative controls: the comparison above would see these faults ---------------------------------------------------
+
+
+def _no_answer(step: Any, layer: int, out: torch.Tensor) -> None:
+    """The CPU's answers are not put where they belong."""
+    step._owner.stream.wait(step._owner.flag(layer, 1), 1)
+    step._owner.stream.write(step._owner.flag(layer, 1), 0)
+    step.received += 1
+
+
+def _last_layer_only(step: Any, layer: int, out: torch.Tensor) -> None:
+
+    (_no_answer if layer == 0 else _RECEIVE)(step, layer, out)
+
+
+def _swapped_rows(step: Any, layer: int, out: torch.Tensor) -> None:
+    _RECEIVE(step, layer, out)
+    index = step._index
+    out[index] = out[index.flip(0)]
+
+
+from sglang_neo.hybrid.host_attention import HostStep  # noqa: E402
+
+_RECEIVE = HostStep.receive
+
+
+@pytest.mark.parametrize("fault", [_no_answer, _last_layer_only, _swapped_rows])
+def test_a_broken_hand_off_is_seen(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    requests = random_requests(seed=3)
+    monkeypatch.setattr(HostStep, "receive", fault)
+    with InProcessScheduler("neo", tiny("llama")) as scheduler:
+        got = tokens(scheduler.run(requests, RandomMoves(1, rate=0.5)))
+    differ = sum(first_difference(n, r, got[n]) is not None for n, r in alone("llama", requests).items())
+    assert differ >= 5
+
+
+def test_a_lost_token_is_seen(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A migration that forgets the newest token."""
+    from sglang_neo.token_manager import NeoTokenManager
+
+    move = NeoTokenManager.move_to_host
+
+    def forgetful(self: Any, req: Any, *args: Any) -> bool:
+        moved = move(self, req, *args)
+        if moved:
+            row = req.neo_host_row
+            pool = self._transfer.pool
+            page, at = row.pages[(row.tokens - 1) // 64], (row.tokens - 1) % 64
+            zero = torch.zeros(1, pool.geometry.kv_heads, pool.geometry.head_dim)
+            for layer in range(pool.geometry.layers):
+                pool.kernel_pool.write(layer, [page * 64 + at], zero, zero)
+        return moved
+
+    monkeypatch.setattr(NeoTokenManager, "move_to_host", forgetful)
+    requests = random_requests(seed=3)
+    with InProcessScheduler("neo", tiny("llama")) as scheduler:
+        got = tokens(scheduler.run(requests, RandomMoves(1, rate=0.5)))
+    differ = sum(first_difference(n, r, got[n]) is not None for n, r in alone("llama", requests).items())
+    assert differ >= 3
