@@ -80,7 +80,7 @@ $(BUILD): pyproject.toml setup.py $(KERNEL_SOURCES) $(DEPS)
 # Needs nothing that is built here, so `make -j` converts the model meanwhile.
 $(SMOLLM2)/config.json: $(DEPS)
 	@echo "[4/4] the model $(SMOLLM2)"
-	@$(BIN)/python bench/get_smollm2.py $(SMOLLM2)
+	@$(BIN)/python -m bench.get_smollm2 $(SMOLLM2)
 	@touch $@
 
 setup: device $(BUILD) $(SMOLLM2)/config.json  ## virtual environment, build and a small real model: everything but running

