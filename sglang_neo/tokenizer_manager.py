@@ -13,19 +13,32 @@ from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import PortArgs
 
+#: What adds up over data-parallel ranks: numbers, and the numbers in these dictionaries but for those in _SAME.
+_ADDED = (
+    *("device_kv", "host_kv", "host_kv_used_tokens", "host_running_reqs"),
+    *("migrations", "host_tokens_total", "steps_total", "cpu_seconds"),
+)
+_SAME = ("page_size",)
+
 
 def merge_blocks(blocks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     """One block for all data-parallel ranks: the first rank's, with the number of ranks and what adds up, added up.
 
     None if any rank has no block, so that a rank running plain SGLang cannot hide behind the others.
     """
-    if not blocks or any(block is None for block in blocks):
+    known = [block for block in blocks if block is not None]
+    if not known or len(known) < len(blocks):
         return None
-    first = blocks[0]
-    assert first is not None
-    pools = [block["device_kv"] for block in blocks if block is not None]
-    summed = {name: sum(pool[name] for pool in pools) for name in ("total_tokens", "free_tokens")}
-    return {**first, "dp_ranks": len(blocks), "device_kv": {**first["device_kv"], **summed}}
+    first = known[0]
+    added = {name: _sum([block[name] for block in known]) for name in _ADDED if name in first}
+    return {**first, "dp_ranks": len(known), **added}
+
+
+def _sum(values: list[Any]) -> Any:
+    first = values[0]
+    if not isinstance(first, dict):
+        return sum(values)
+    return {name: first[name] if name in _SAME else sum(value[name] for value in values) for name in first}
 
 
 class _NeoServerInfo:

@@ -25,6 +25,18 @@ def test_pools_add_up_and_the_rest_is_the_first_ranks() -> None:
     }
 
 
+def test_counters_of_host_rows_add_up() -> None:
+    def rank(n: int) -> dict[str, Any]:
+        counters = {"host_tokens_total": n, "host_running_reqs": 1, "steps_total": {"sync": n, "gpu_only": 2}}
+        return {**block(1), "host_kv": block(n)["device_kv"], **counters}
+
+    merged = merge_blocks([rank(3), rank(4)])
+    assert merged is not None
+    assert merged["host_kv"] == {"total_tokens": 200, "free_tokens": 7, "page_size": 64}
+    assert (merged["host_tokens_total"], merged["host_running_reqs"]) == (7, 2)
+    assert merged["steps_total"] == {"sync": 7, "gpu_only": 4}
+
+
 def test_a_rank_without_a_block_hides_all() -> None:
     assert merge_blocks([block(1), None]) is None
     assert merge_blocks([None, block(1)]) is None

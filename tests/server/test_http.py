@@ -80,14 +80,15 @@ def test_server_info_has_our_block(neo: Server) -> None:
     assert block["version"] == __version__
     assert block["sglang_version"] == "0.5.17"
     assert block["neo_mode"] == "auto"
-    assert block["active_mode"] == "gpu-only"
+    assert block["active_mode"] == "sync"
     assert block["device"] == "cpu"
     assert block["dp_ranks"] == 1
     assert block["cpu_kernel_isa"]
-    assert set(block["classes"]) == {"scheduler", "model_worker", "model_runner", "token_manager"}
+    assert set(block["classes"]) == {"scheduler", "model_worker", "model_runner", "token_manager", "request_pool"}
     for role, name in block["classes"].items():
         assert name.startswith("sglang_neo."), f"{role} is {name}"
     assert block["device_kv"]["total_tokens"] > 0
+    assert block["host_kv"]["total_tokens"] == block["host_kv"]["free_tokens"] > 0
 
 
 def test_generate_text_and_ids(neo: Server, smollm2: Path) -> None:
