@@ -40,7 +40,7 @@ BUILD := $(VENV)/.build
 KERNEL_SOURCES := $(wildcard cpu_kernels/*.pyx cpu_kernels/*.pxd cpu_kernels/src/*.?pp cpu_kernels/src/*/*.?pp)
 CXX_SOURCES := $(wildcard cpu_kernels/src/*.cpp cpu_kernels/src/*.hpp cpu_kernels/src/*/*.cpp cpu_kernels/src/*/*.hpp)
 
-.PHONY: help device setup serve test bench sanitize lint format clean distclean
+.PHONY: help device setup serve test test-all bench sanitize lint format clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -94,6 +94,9 @@ serve: setup  ## serve a model (MODEL=... PORT=... HOST=... ARGS="...")
 	  --device $(DEVICE) $(ARGS)
 
 test: setup  ## run the tests (TEST_WORKERS=2 PYTEST_ARGS="...")
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) -m 'not slow' $(PYTEST_ARGS)
+
+test-all: setup  ## run the slow tests too
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 bench: setup  ## how fast the CPU kernels are, into bench/results/local (BENCH_ARGS="...")

@@ -13,7 +13,6 @@ from typing import Any
 TOGETHER = (
     r"tests/gpu/",  # a GPU's memory
     r"tests/server/test_(frontend|http)\.py",  # the server with the real model
-    r"tests/server/test_host_rows_server\.py",
     r"tests/server/(test_parallel\.py|test_signals\.py::test_sigterm_)",  # servers with the tiny model
 )
 

@@ -148,26 +148,27 @@ def test_our_flags(launch: Launch, llama: Path, flags: list[str], expected: str)
     check(launch("--model-path", llama, *flags), expected)
 
 
+# The slow ones: test_refusals.py refuses them without a process.
 @pytest.mark.parametrize(
     "flags",
     [
         ["--pp-size", "2"],
-        ["--enable-dp-attention", "--tp-size", "2", "--dp-size", "2"],
-        ["--speculative-algorithm", "EAGLE"],
-        ["--disaggregation-mode", "prefill"],
+        pytest.param(["--enable-dp-attention", "--tp-size", "2", "--dp-size", "2"], marks=pytest.mark.slow),
+        pytest.param(["--speculative-algorithm", "EAGLE"], marks=pytest.mark.slow),
+        pytest.param(["--disaggregation-mode", "prefill"], marks=pytest.mark.slow),
         ["--enable-hierarchical-cache"],
-        ["--enable-lmcache"],
-        ["--enable-hisparse"],
-        ["--enable-two-batch-overlap"],
-        ["--enable-single-batch-overlap"],
-        ["--enable-pdmux"],
-        ["--dllm-algorithm", "LowConfidence"],
-        ["--attn-cp-size", "2"],
-        ["--dcp-size", "2"],
-        ["--enable-unified-memory"],
-        ["--encoder-only"],
-        ["--use-ray"],
-        ["--smg-grpc-mode"],
+        pytest.param(["--enable-lmcache"], marks=pytest.mark.slow),
+        pytest.param(["--enable-hisparse"], marks=pytest.mark.slow),
+        pytest.param(["--enable-two-batch-overlap"], marks=pytest.mark.slow),
+        pytest.param(["--enable-single-batch-overlap"], marks=pytest.mark.slow),
+        pytest.param(["--enable-pdmux"], marks=pytest.mark.slow),
+        pytest.param(["--dllm-algorithm", "LowConfidence"], marks=pytest.mark.slow),
+        pytest.param(["--attn-cp-size", "2"], marks=pytest.mark.slow),
+        pytest.param(["--dcp-size", "2"], marks=pytest.mark.slow),
+        pytest.param(["--enable-unified-memory"], marks=pytest.mark.slow),
+        pytest.param(["--encoder-only"], marks=pytest.mark.slow),
+        pytest.param(["--use-ray"], marks=pytest.mark.slow),
+        pytest.param(["--smg-grpc-mode"], marks=pytest.mark.slow),
     ],
     ids=lambda flags: flags[0],
 )
@@ -230,6 +231,7 @@ def test_damaged_weights(servers: ServerPool, tiny_spec: ServerSpec, broken: Pat
         check_told_in_one_line(server.log(), ["weights is damaged"])
 
 
+@pytest.mark.slow  # as test_damaged_weights: what a worker finds is told in one line
 def test_unsupported_architecture(servers: ServerPool, tiny_spec: ServerSpec, broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))

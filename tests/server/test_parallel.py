@@ -1,4 +1,4 @@
-"""More than one scheduler process: data parallel, tensor parallel; and pages above one token.
+"""More than one scheduler process, and requests that decode from host memory: data parallel, tensor parallel, pages.
 
 The servers follow one another so that each is used for all that it is good for: the last test of each ends it badly,
 and test_signals.py ends the last server well.
@@ -7,6 +7,7 @@ and test_signals.py ends the last server well.
 from __future__ import annotations
 
 import random
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,14 +36,18 @@ def greedy(server: Server, **request: object) -> list[list[int]]:
     return alone
 
 
+#: A device pool for three or four requests of the crowd below, checked after every step.
+CROWDED = ("--max-total-tokens", "800", "--neo-check-integrity", "--enable-metrics")
+
+
 @pytest.fixture(scope="module")
 def dp_spec(tiny_spec: ServerSpec) -> ServerSpec:
-    return tiny_spec.with_flags("--dp-size", "2")
+    return tiny_spec.with_flags("--dp-size", "2", *CROWDED)
 
 
 @pytest.fixture(scope="module")
 def tp_spec(tiny_spec: ServerSpec) -> ServerSpec:
-    return tiny_spec.with_flags("--tp-size", "2")
+    return tiny_spec.with_flags("--tp-size", "2", *CROWDED)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +71,72 @@ def test_data_parallel_server_info(servers: ServerPool, dp_spec: ServerSpec) -> 
         assert block["device_kv"]["total_tokens"] == 2 * state["neo"]["device_kv"]["total_tokens"]
 
 
+CROWD, CROWD_TOKENS = 24, 120
+
+
+def answer_crowd(server: Server, workers: int, **request: object) -> list[list[int]]:
+    """Its answers, so many requests at once."""
+    source = random.Random(9)
+    prompts = [[source.randrange(3, 256) for _ in range(source.randrange(20, 160))] for _ in range(CROWD)]
+
+    def ask(ids: list[int]) -> list[int]:
+        body = dict(input_ids=ids, max_new_tokens=CROWD_TOKENS, ignore_eos=True, **request)
+        tokens: list[int] = server.generate(**body)["output_ids"]
+        return tokens
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(ask, prompts))
+
+
+def check_used_the_host(server: Server) -> None:
+    neo = server.info()["neo"]
+    assert neo["host_tokens_total"] > CROWD * CROWD_TOKENS / 4, neo
+    assert neo["migrations"]["to_host"] > 5, neo
+    assert neo["host_running_reqs"] == 0, "a request that has ended still has host memory"
+    assert neo["host_kv"]["free_tokens"] == neo["host_kv"]["total_tokens"], neo["host_kv"]
+    assert "KV cache pool is full. Retract" not in server.log(), server.log_tail()
+
+
+@pytest.fixture(scope="module")
+def crowd_alone(servers: ServerPool, dp_spec: ServerSpec) -> list[list[int]]:
+    """One request after the other on one rank: each has the device for itself."""
+    server = servers.shared(dp_spec)
+    answers = answer_crowd(server, 1, routed_dp_rank=0)
+    assert server.info()["neo"]["host_tokens_total"] == 0
+    return answers
+
+
+def test_answers_do_not_depend_on_the_pool(
+    servers: ServerPool, dp_spec: ServerSpec, crowd_alone: list[list[int]]
+) -> None:
+    server = servers.shared(dp_spec)
+    assert answer_crowd(server, CROWD, routed_dp_rank=0) == crowd_alone
+    check_used_the_host(server)
+
+
+def test_metrics_of_host_rows(servers: ServerPool, dp_spec: ServerSpec, crowd_alone: list[list[int]]) -> None:
+    server = servers.shared(dp_spec)
+    answer_crowd(server, CROWD, routed_dp_rank=1)
+    neo, text = server.info()["neo"], server.get("/metrics").text
+
+    def value(name: str, **labels: str) -> float:
+        lines = [line for line in text.splitlines() if line.startswith(f"sglang:{name}{{")]
+        lines = [line for line in lines if all(f'{key}="{want}"' in line for key, want in labels.items())]
+        assert lines, (name, labels, [line for line in text.splitlines() if "neo_" in line])
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)  # of both ranks
+
+    assert value("neo_host_tokens_total") == neo["host_tokens_total"] > 0
+    assert value("neo_steps_total", mode="sync") == neo["steps_total"]["sync"] > 0
+    assert value("neo_steps_total", mode="gpu_only") == neo["steps_total"]["gpu_only"] > 0
+    assert value("neo_migrations_total", direction="to_host") == neo["migrations"]["to_host"] > 0
+    assert value("neo_cpu_busy_seconds_total") > 0
+    assert value("neo_host_kv_total_tokens") == neo["host_kv"]["total_tokens"]
+    value("neo_host_kv_used_tokens")
+    value("neo_host_running_reqs")
+    value("neo_cpu_wait_seconds_total")
+    assert re.search(r"Host rows, #host-req: \d+, #host-token: \d+, host token usage: ", server.log())
+
+
 def test_lost_data_parallel_rank_ends_the_server(servers: ServerPool, dp_spec: ServerSpec) -> None:
     """SGLang watches the controller alone: the rank's requests would wait for ever."""
     with servers.own(dp_spec) as server:
@@ -86,6 +157,14 @@ def test_tensor_parallel_equals_one_rank(servers: ServerPool, tp_spec: ServerSpe
     assert all(name.startswith("sglang_neo.") for name in block["classes"].values())
 
 
+def test_tensor_parallel_ranks_move_the_same_requests(
+    servers: ServerPool, tp_spec: ServerSpec, crowd_alone: list[list[int]]
+) -> None:
+    server = servers.shared(tp_spec)
+    assert answer_crowd(server, CROWD) == crowd_alone
+    check_used_the_host(server)
+
+
 def test_killed_launcher_takes_its_workers_along(servers: ServerPool, tp_spec: ServerSpec) -> None:
     with servers.own(tp_spec) as server, ThreadPoolExecutor() as pool:
         # With work in flight, which the workers would go on with.
@@ -99,6 +178,7 @@ def test_killed_launcher_takes_its_workers_along(servers: ServerPool, tp_spec: S
         assert request.exception(30) is not None
 
 
+@pytest.mark.slow  # in one process: test_inprocess.py, test_host_rows.py
 def test_pages_of_64_tokens(servers: ServerPool, paged_spec: ServerSpec, reference: list[list[int]]) -> None:
     server = servers.shared(paged_spec)
     assert greedy(server) == reference
