@@ -25,7 +25,7 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
-def random_requests(seed: int, count: int = 10, longest: int = 150) -> list[Request]:
+def random_requests(seed: int, count: int = 8, longest: int = 100) -> list[Request]:
     """Lengths of all kinds, some with a common prefix, arriving over time."""
     rng = random.Random(seed)
     prefix = random_prompt(rng, 70)
@@ -33,7 +33,7 @@ def random_requests(seed: int, count: int = 10, longest: int = 150) -> list[Requ
     for i in range(count):
         start = prefix[: rng.randrange(1, 70)] if rng.random() < 0.4 else []
         prompt = start + random_prompt(rng, rng.randrange(1, longest))
-        requests.append(Request(f"r{i:02}", prompt, rng.randrange(2, 90), arrive=rng.randrange(40)))
+        requests.append(Request(f"r{i:02}", prompt, rng.randrange(2, 45), arrive=rng.randrange(20)))
     return requests
 
 
@@ -76,16 +76,22 @@ def tokens(results: dict[str, Result]) -> dict[str, list[int]]:
     return {name: result.tokens for name, result in results.items()}
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize("page_size", [1, 64])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+#: Every architecture with both page sizes; overlap scheduling on and off in turns.
+SETTINGS = [
+    pytest.param(arch, page_size, (i + page_size) % 2 == 0, id=f"{arch}-{page_size}")
+    for i, arch in enumerate(ARCHITECTURES)
+    for page_size in (1, 64)
+]
+
+
+@pytest.mark.parametrize(("arch", "page_size", "overlap"), SETTINGS)
 def test_exact_under_random_migrations(tiny: Tiny, alone: Any, arch: str, page_size: int, overlap: bool) -> None:
     requests = random_requests(seed=3)
     moves = RandomMoves(seed=page_size)
     with InProcessScheduler("neo", tiny(arch), page_size=page_size, disable_overlap_schedule=not overlap) as scheduler:
         got = scheduler.run(requests, moves)
         moved = scheduler.scheduler.token_manager.migrations
-    assert moved.to_host > 10 and moved.to_device > 10 and moves.host_steps > 50, (moved, moves.host_steps)
+    assert moved.to_host > 5 and moved.to_device > 5 and moves.host_steps > 30, (moved, moves.host_steps)
     assert_exact(alone(arch, requests), tokens(got))
 
 
@@ -109,7 +115,7 @@ SEEDS = range(int(os.environ.get("NEO_TEST_SEEDS", "6")))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_workloads(tiny: Tiny, alone: Any, seed: int) -> None:
     rng = random.Random(seed)
-    requests = random_requests(seed=100 + seed, count=rng.randrange(4, 14))
+    requests = random_requests(seed=100 + seed, count=rng.randrange(4, 11))
     moves = RandomMoves(seed, rate=rng.choice([0.05, 0.3, 0.8]))
     arch = rng.choice(list(ARCHITECTURES))
     options = {
@@ -156,10 +162,10 @@ def test_small_pool_serves_from_the_host_instead_of_retracting(tiny: Tiny, alone
 
 def test_one_request_may_outgrow_the_device_pool(tiny: Tiny, alone: Any) -> None:
     rng = random.Random(6)
-    requests = [Request("long", random_prompt(rng, 100), 500)]
-    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=256) as scheduler:
+    requests = [Request("long", random_prompt(rng, 60), 240)]
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=128) as scheduler:
         got = scheduler.run(requests)
-    assert len(got["long"].tokens) == 500
+    assert len(got["long"].tokens) == 240
     assert_exact(alone("llama", requests), tokens(got))
 
 
@@ -167,7 +173,7 @@ def test_requests_come_back_when_the_device_has_room(tiny: Tiny, alone: Any) -> 
     """A crowd of short requests drives a long one out; when they have gone, it returns and stays."""
     rng = random.Random(7)
     short = [Request(f"s{i}", random_prompt(rng, 60), 20, arrive=i) for i in range(8)]
-    requests = [*short, Request("z-long", random_prompt(rng, 60), 300, arrive=9)]
+    requests = [*short, Request("z-long", random_prompt(rng, 60), 150, arrive=9)]
     seen: list[bool] = []
 
     def watch(scheduler: Any, step: int) -> None:
@@ -182,12 +188,12 @@ def test_requests_come_back_when_the_device_has_room(tiny: Tiny, alone: Any) -> 
     assert moved.to_host < 30, f"thrashing: {moved}"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_aborts_leave_both_pools_as_they_were(tiny: Tiny, seed: int) -> None:
     rng = random.Random(seed)
     requests = [
-        Request(f"r{i:02}", random_prompt(rng, rng.randrange(1, 200)), 80, arrive=rng.randrange(30),
-                abort=rng.randrange(1, 90) if rng.random() < 0.6 else None)
+        Request(f"r{i:02}", random_prompt(rng, rng.randrange(1, 200)), 50, arrive=rng.randrange(30),
+                abort=rng.randrange(1, 70) if rng.random() < 0.6 else None)
         for i in range(16)
     ]  # fmt: skip
     with InProcessScheduler("neo", tiny("llama"), max_total_tokens=700, max_running_requests=16) as scheduler:
@@ -202,7 +208,7 @@ def test_aborts_leave_both_pools_as_they_were(tiny: Tiny, seed: int) -> None:
 def test_retraction_is_the_last_resort(tiny: Tiny, alone: Any) -> None:
     """Both pools full: SGLang's retraction, and the answers stay right."""
     rng = random.Random(8)
-    requests = [Request(f"r{i}", random_prompt(rng, 40), 120, arrive=i) for i in range(8)]
+    requests = [Request(f"r{i}", random_prompt(rng, 40), 100, arrive=i) for i in range(7)]
     four_pages = 4 * 64 * 2 * 2 * 16 * 3 * 4 / 1e9  # tokens, K and V, heads, head_dim, layers, bytes
     options = {"max_total_tokens": 320, "max_running_requests": 16, "neo_host_kv_size": four_pages}
     with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
