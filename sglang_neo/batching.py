@@ -61,9 +61,6 @@ class NeoScheduleBatch(ScheduleBatch):
         if type(batch) is ScheduleBatch:
             batch.__class__ = NeoScheduleBatch
 
-    def has_host_rows(self) -> bool:
-        return any(host_row(req) is not None for req in self.reqs)
-
     def new_tokens_required_next_decode(self, selected_indices: list[int] | None = None) -> int:
         selected = range(len(self.reqs)) if selected_indices is None else selected_indices
         device = [i for i in selected if host_row(self.reqs[i]) is None]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sglang_neo.planning.placement import Row, Rules, prefill_room, to_device, to_host
 from sglang_neo.token_manager import NeoTokenManager, host_row
-
-logger = logging.getLogger(__name__)
 
 
 class Placement:

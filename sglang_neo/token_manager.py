@@ -11,8 +11,9 @@ which SGLang relays the next token's id. Its KV stands in a ``HostRow``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -128,9 +129,9 @@ class NeoTokenManager:
         size = self._page_tokens
         return PoolUsage(self._pages.count * size, self._pages.free_count * size, size)
 
-    def host_rows(self) -> dict[str, HostRow]:
-        """By request id."""
-        return dict(self._rows)
+    def host_rows(self) -> Mapping[str, HostRow]:
+        """By request id; a view, not a copy: it is asked for in every step."""
+        return MappingProxyType(self._rows)
 
     def host_tokens(self) -> int:
         """Tokens whose KV lies in host memory."""

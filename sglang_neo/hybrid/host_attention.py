@@ -14,7 +14,6 @@ Here the wait comes in the same layer (mode sync of docs/architecture.md); nothi
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +21,10 @@ from typing import Any
 import torch
 
 from cpu_kernels.attention import Plan
-from cpu_kernels.workers import Handoffs, HandoffService, HandoffStatus, Step, WorkerPool
+from cpu_kernels.workers import Handoffs, HandoffService, Step, WorkerPool
 from sglang_neo.hybrid.geometry import AttentionGeometry
 from sglang_neo.hybrid.streams import flag_stream
 from sglang_neo.token_manager import HostRow
-
-logger = logging.getLogger(__name__)
 
 #: uint32 words in a cache line: flags that share one would bounce between the device's and the CPU's writes.
 _LINE = 16
@@ -95,9 +92,6 @@ class HostAttention:
 
     def wait_launched(self) -> None:
         self._service.wait_epoch(self._epoch, 2 * self._timeout_s)
-
-    def status(self) -> HandoffStatus:
-        return self._service.status()
 
     def cpu_times(self) -> CpuTimes:
         status = self._service.status()
