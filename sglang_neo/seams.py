@@ -299,8 +299,9 @@ def running_classes(scheduler: Any) -> dict[str, str]:
         "scheduler": scheduler,
         "model_worker": scheduler.tp_worker,
         "model_runner": runner,
-        "token_manager": scheduler.token_to_kv_pool_allocator,
-        "request_pool": scheduler.req_to_token_pool,
+        # Absent ones are named like foreign ones: a scheduler that is not ours need not have them.
+        "token_manager": getattr(scheduler, "token_to_kv_pool_allocator", None),
+        "request_pool": getattr(scheduler, "req_to_token_pool", None),
     }
     return {role: f"{type(o).__module__}.{type(o).__qualname__}" for role, o in objects.items()}
 
