@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,16 +98,34 @@ class NeoModelRunner(ModelRunner):
         if rows is None:
             return super().forward(forward_batch, *args, **kwargs)
         assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
-        index_cpu = torch.tensor(rows.index, dtype=torch.int64)
-        index = index_cpu.to(forward_batch.seq_lens.device, non_blocking=True)
-        hide_host_rows(forward_batch, index, index_cpu)
-        # Captured graphs know nothing of hand-offs: SGLang runs eagerly where it has no graph runner.
-        graphs, self.decode_cuda_graph_runner = self.decode_cuda_graph_runner, None
+        attention = self.neo_host.attention
+        attention.launch(rows.rows, rows.index)
+        hide_host_rows(forward_batch, attention.host_row_index(), torch.tensor(rows.index))
+        with self._graphs_with_handoffs(), attention.emitting(len(rows.rows)) as layers:
+            output = super().forward(forward_batch, *args, **kwargs)
+        # A graph has its hand-offs in it; else each layer's attention must have come by.
+        if layers.received != (0 if output.can_run_graph else attention.geometry.layers):
+            raise RuntimeError(f"a step handed over host rows of {layers.received} layers")
+        return output
+
+    @contextlib.contextmanager
+    def _graphs_with_handoffs(self) -> Iterator[None]:
+        """For a forward with host rows: the graphs that have hand-offs in them, or none."""
+        runner = self.decode_cuda_graph_runner
+        if getattr(runner, "host_sizes", None):
+            with runner.host_rows():
+                yield
+            return
+        self.decode_cuda_graph_runner = None  # SGLang then runs eagerly
         try:
-            with self.neo_host.attention.step(rows.rows, index):
-                return super().forward(forward_batch, *args, **kwargs)
+            yield
         finally:
-            self.decode_cuda_graph_runner = graphs
+            self.decode_cuda_graph_runner = runner
+
+    def _decode_cuda_graph_runner_cls(self) -> Any:
+        from sglang_neo.hybrid.graphs import NeoDecodeCudaGraphRunner  # of use on CUDA only
+
+        return NeoDecodeCudaGraphRunner
 
     def neo_close(self) -> None:
         """Ends the CPU workers and gives host memory back; harmless to repeat."""

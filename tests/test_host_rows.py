@@ -238,19 +238,19 @@ def _last_layer_only(step: Any, layer: int, out: torch.Tensor) -> None:
 
 def _swapped_rows(step: Any, layer: int, out: torch.Tensor) -> None:
     _RECEIVE(step, layer, out)
-    index = step._index
+    index = step._owner.host_row_index()
     out[index] = out[index.flip(0)]
 
 
-from sglang_neo.hybrid.host_attention import HostStep  # noqa: E402
+from sglang_neo.hybrid.host_attention import Emission  # noqa: E402
 
-_RECEIVE = HostStep.receive
+_RECEIVE = Emission.receive
 
 
 @pytest.mark.parametrize("fault", [_no_answer, _last_layer_only, _swapped_rows])
 def test_a_broken_hand_off_is_seen(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     requests = random_requests(seed=3)
-    monkeypatch.setattr(HostStep, "receive", fault)
+    monkeypatch.setattr(Emission, "receive", fault)
     with InProcessScheduler("neo", tiny("llama")) as scheduler:
         got = tokens(scheduler.run(requests, RandomMoves(1, rate=0.5)))
     differ = sum(first_difference(n, r, got[n]) is not None for n, r in alone("llama", requests).items())

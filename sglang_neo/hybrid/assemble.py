@@ -73,7 +73,8 @@ def host_side(runner: Any) -> HostSide:
     except (NoCpuAttention, UnsupportedKV) as missing:
         raise GpuOnly(str(missing)) from None
     workers = _workers(runner)
-    attention = HostAttention(geometry, pool, workers, str(runner.device), runner.dtype)
+    max_rows = runner.req_to_token_pool.size
+    attention = HostAttention(geometry, pool, workers, str(runner.device), runner.dtype, max_rows)
     logger.info(
         f"Host KV Cache is allocated. dtype: {pool.geometry.dtype}, #tokens: {pool.pages * pool.geometry.page_tokens}, "
         f"KV size: {pool.bytes / (1 << 30):.2f} GB, CPU attention threads: {workers.threads}"

@@ -2,13 +2,17 @@
 
 One ``HostAttention`` per model runner. A step goes
 
-    with host_attention.step(rows, index) as step:      # plan made, workers told
+    epoch = host_attention.launch(rows, index)          # plan made, workers told, control loaded
+    with host_attention.emitting(len(rows)) as layers:  # or: replay of a graph captured under emitting(capacity)
         for every layer:
-            step.send(layer, q, k, v)                   # outbox, ready flag
+            layers.send(layer, q, k, v)                 # outbox, ready flag
             ... the device rows' attention ...
-            step.receive(layer, out)                    # done flag, inbox
+            layers.receive(layer, out)                  # done flag, inbox
+    ...
+    host_attention.check(epoch)                         # before anything of the step is published
 
-Here the wait comes in the same layer (mode sync of docs/architecture.md); nothing else in it depends on when it comes.
+What a layer emits names only memory that stays where it is (``exchange.py``), so it is the same in every step and can
+be captured. Here the wait comes in the same layer (mode sync of docs/architecture.md); nothing else depends on when.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ import torch
 
 from cpu_kernels.attention import Plan
 from cpu_kernels.workers import Handoffs, HandoffService, Step, WorkerPool
+from sglang_neo.hybrid.exchange import NO_ROW, exchange_for
 from sglang_neo.hybrid.geometry import AttentionGeometry
 from sglang_neo.hybrid.streams import flag_stream
 from sglang_neo.token_manager import HostRow
 
 #: uint32 words in a cache line: flags that share one would bounce between the device's and the CPU's writes.
 _LINE = 16
+_READY, _DONE, _HEADER = range(3)
 
 
 class PoisonedStep(RuntimeError):
@@ -51,6 +57,7 @@ class HostAttention:
         workers: closed by ``close``.
         device: "cpu" or "cuda[:n]".
         dtype: of the model.
+        max_rows: the most host rows that a step can have.
         timeout_s: longest wait on either side.
     """
 
@@ -61,23 +68,33 @@ class HostAttention:
         workers: WorkerPool,
         device: str,
         dtype: torch.dtype,
+        max_rows: int,
         timeout_s: float = 30.0,
     ):
         self.geometry, self.pool, self.workers = geometry, pool, workers
-        self.device, self.dtype = device, dtype
+        self.max_rows = max_rows
         self._timeout_s = timeout_s
-        self._pin = device.startswith("cuda")
-        self._stream = flag_stream(device, 2 * timeout_s)
+        pin = device.startswith("cuda")
+        self.stream = flag_stream(device, 2 * timeout_s)
+        self.exchange = exchange_for(device)
         self._service = HandoffService(workers, timeout_s)
         # Per layer: ready, done, header, each on a line of its own.
-        self._flags = torch.zeros((geometry.layers, 3, _LINE), dtype=torch.int32, pin_memory=self._pin)
+        self.flags = torch.zeros((geometry.layers, 3, _LINE), dtype=torch.int32, pin_memory=pin)
         self._handoffs = Handoffs()
         for layer in range(geometry.layers):
-            ready, done, header = (self.flag(layer, which) for which in range(3))
+            ready, done, header = (self.flag(layer, which) for which in (_READY, _DONE, _HEADER))
             self._handoffs.add(None, ready, done, header, layer=layer)
-        self._outbox = self._inbox = torch.empty((0, 0), dtype=dtype)
+        # All layers use the same boxes: a layer's answer has been taken out before the next one's questions are put in.
+        g = geometry
+        self.outbox, self.inbox = (
+            torch.zeros((max_rows, heads * g.head_dim), dtype=dtype, pin_memory=pin)
+            for heads in (g.q_heads + 2 * g.kv_heads, g.q_heads)
+        )
+        self.control = torch.full((1 + max_rows,), NO_ROW, dtype=torch.int32, device=device)
         self._epoch = 0
-        self.current: HostStep | None = None
+        self._controlled = 0  # entries of control that the last step set
+        #: What the attention backend hands layers to while a step or a capture is under way.
+        self.current: Emission | None = None
 
     # -- lifetime ---------------------------------------------------------------------------------------------
 
@@ -105,29 +122,48 @@ class HostAttention:
 
     # -- a step -----------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def step(self, rows: Sequence[HostRow], index: torch.Tensor) -> Iterator[HostStep]:
-        """One forward with host rows; only one at a time.
+    def launch(self, rows: Sequence[HostRow], index: Sequence[int]) -> int:
+        """Tells the workers of a step that is launched next, with the stream current that it will run on.
 
         Args:
             rows: their KV; ``tokens`` includes the new one, whose k and v this step appends.
-            index: int64 [rows] on the device, where in the batch they are.
+            index: where in the batch they are.
+
+        Returns:
+            The step's number, ascending.
 
         Raises:
-            PoisonedStep: on leaving, if the workers failed. Host pages then hold part of the new token.
             RuntimeError: the workers take no more steps.
         """
-        assert self.current is None, "a step with host rows is running"
         for row in rows:
             if row.arrival is not None:
                 row.arrival.wait()
                 row.arrival = None
         self._epoch += 1
-        step = HostStep(self, rows, index, number=self._epoch & 0xFFFFFFFF)
-        self._service.submit(step.descriptor(self._epoch))
-        self.current = step
+        number = self._epoch & 0x7FFFFFFF
+        # Behind the step before in stream order, whose kernels read the same memory.
+        unset = [NO_ROW] * (self._controlled - len(rows))
+        control = torch.tensor([number, *index, *unset], dtype=torch.int32)
+        self.control[: len(control)].copy_(control, non_blocking=True)
+        self._controlled = len(rows)
+        self._service.submit(self._descriptor(rows, number))
+        return self._epoch
+
+    def host_row_index(self) -> torch.Tensor:
+        """int64 on the device: where in its batch the step that was launched last has its host rows."""
+        return self.control[1 : 1 + self._controlled].long()
+
+    @contextlib.contextmanager
+    def emitting(self, capacity: int, flags: bool = True) -> Iterator[Emission]:
+        """While the layers of a forward run, or are captured, whose batch has up to ``capacity`` host rows.
+
+        Args:
+            flags: False while a graph is warmed up: nobody answers then.
+        """
+        assert self.current is None, "another step with host rows is running"
+        self.current = Emission(self, capacity, flags)
         try:
-            yield step
+            yield self.current
         finally:
             self.current = None
 
@@ -142,83 +178,54 @@ class HostAttention:
             fault = self._service.status().fault
             raise PoisonedStep(fault.message if fault is not None else f"the CPU work of step {epoch} is {outcome}")
 
-    def boxes(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outbox ``[rows, (q_heads + 2 kv_heads) head_dim]`` and the inbox ``[rows, q_heads head_dim]``.
-
-        All layers use the same: here a layer's answer has been taken out before the next one's questions are put in.
-        """
-        if rows > len(self._outbox):
-            room = max(8, 1 << (rows - 1).bit_length())
-            g = self.geometry
-            widths = (g.q_heads + 2 * g.kv_heads) * g.head_dim, g.q_heads * g.head_dim
-            self._outbox, self._inbox = (
-                torch.empty((room, width), dtype=self.dtype, pin_memory=self._pin) for width in widths
-            )
-        return self._outbox[:rows], self._inbox[:rows]
-
-    @property
-    def handoffs(self) -> Handoffs:
-        """Of one step, in the order of layers, with nothing to do."""
-        return self._handoffs
-
-    def flag(self, layer: int, which: int) -> int:
-        """Address of a layer's ready (0), done (1) or header (2) word."""
-        return int(self._flags[layer, which].data_ptr())
-
-    @property
-    def flags(self) -> torch.Tensor:
-        return self._flags
-
-    @property
-    def stream(self) -> Any:
-        return self._stream
-
-
-class HostStep:
-    """The hand-offs of one step, see HostAttention."""
-
-    def __init__(self, owner: HostAttention, rows: Sequence[HostRow], index: torch.Tensor, number: int):
-        self._owner, self._index, self._number = owner, index, number
-        g = owner.geometry
-        self._outbox, self._inbox = owner.boxes(len(rows))
-        self._plan = Plan(
-            owner.pool.kernel_pool,
+    def _descriptor(self, rows: Sequence[HostRow], number: int) -> Step:
+        g, n = self.geometry, len(rows)
+        plan = Plan(
+            self.pool.kernel_pool,
             [row.tokens for row in rows],
             [row.pages for row in rows],
             g.q_heads,
             scale=g.scale,
             soft_cap=g.soft_cap,
-            threads=owner.workers.threads,
+            threads=self.workers.threads,
             q_dtype=g.dtype,
         )
-        self.sent = self.received = 0
-
-    def descriptor(self, epoch: int) -> Step:
-        owner, g = self._owner, self._owner.geometry
-        n = len(self._index)
-        out = self._inbox.view(n, g.q_heads, g.head_dim)
-        packed = self._outbox.view(n, g.q_heads + 2 * g.kv_heads, g.head_dim)
+        out = self.inbox[:n].view(n, g.q_heads, g.head_dim)
+        packed = self.outbox[:n].view(n, g.q_heads + 2 * g.kv_heads, g.head_dim)
         q, k, v = packed.split((g.q_heads, g.kv_heads, g.kv_heads), dim=1)
         q, k, v, out = (x.expand(g.layers, *x.shape) for x in (q, k, v, out))
-        jobs = self._plan.jobs(range(g.layers), q, out, k=k, v=v)
+        jobs = plan.jobs(range(g.layers), q, out, k=k, v=v)
         # One after the other: the jobs of a plan share its workspace.
-        kept = (self._plan, self._outbox, self._inbox, owner.flags)
-        return Step(epoch, self._number, owner.handoffs.with_jobs(jobs), overlap=1, keepalive=kept)
+        kept = (plan, self.outbox, self.inbox, self.flags)
+        return Step(self._epoch, number, self._handoffs.with_jobs(jobs), overlap=1, keepalive=kept)
+
+    def flag(self, layer: int, which: int) -> int:
+        """Address of a layer's ready (0), done (1) or header (2) word."""
+        return int(self.flags[layer, which].data_ptr())
+
+
+class Emission:
+    """What the layers of one forward, or of one capture, put on the stream for their host rows, in their order."""
+
+    def __init__(self, owner: HostAttention, capacity: int, flags: bool):
+        self._owner, self._capacity, self._flags = owner, capacity, flags
+        self.sent = self.received = 0
 
     def send(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Hands over the host rows' part of a layer's ``q, k, v`` (``[batch, ...]``, any head layout)."""
+        owner = self._owner
         assert layer == self.sent, f"attention of layer {layer} follows that of layer {self.sent - 1}"
-        rows = [x.reshape(x.shape[0], -1).index_select(0, self._index) for x in (q, k, v)]
-        self._outbox.copy_(torch.cat(rows, dim=1), non_blocking=True)
-        self._owner.stream.write(self._owner.flag(layer, 2), self._number)
-        self._owner.stream.write(self._owner.flag(layer, 0), 1)
+        owner.exchange.pack(q, k, v, owner.control, owner.outbox, owner.flags[layer, _HEADER], self._capacity)
+        if self._flags:
+            owner.stream.write(owner.flag(layer, _READY), 1)
         self.sent += 1
 
     def receive(self, layer: int, out: torch.Tensor) -> None:
         """Puts a layer's attention of the host rows where it belongs in ``out`` (``[batch, ...]``)."""
+        owner = self._owner
         assert layer == self.received
-        self._owner.stream.wait(self._owner.flag(layer, 1), 1)
-        self._owner.stream.write(self._owner.flag(layer, 1), 0)
-        answer = self._inbox.to(out.device, non_blocking=True)
-        out.view(out.shape[0], -1).index_copy_(0, self._index, answer)
+        if self._flags:
+            owner.stream.wait(owner.flag(layer, _DONE), 1)
+            owner.stream.write(owner.flag(layer, _DONE), 0)
+        owner.exchange.unpack(owner.inbox, owner.control, out, self._capacity)
         self.received += 1

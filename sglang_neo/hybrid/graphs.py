@@ -1,0 +1,135 @@
+"""Captured decode steps: SGLang's own graphs, and a second set with hand-offs in them for steps with host rows.
+
+A graph of the second set serves any number of host rows, anywhere in its batch (``exchange.py``), so there is one per
+size and not one per pair of sizes. Sizes are fewer than SGLang's: a graph costs memory and start-up time, and a few
+rows of padding cost a decode step next to nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
+from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_lora_variant
+from sglang.srt.utils import get_available_gpu_memory
+
+from sglang_neo.hybrid.host_attention import HostAttention
+
+logger = logging.getLogger(__name__)
+
+#: Attributes of SGLang's attention backends that hold what belongs to one captured graph, by its batch size. FlashInfer
+#: makes new wrappers at each capture, and the graph reads their memory: two graphs of one size must not share them.
+_PER_GRAPH = ("decode_cuda_graph_metadata",)
+#: A size is left out if the next smaller one is within this factor of the next larger one.
+_STEP = 1.25
+
+
+def host_row_sizes(sizes: Sequence[int], step: float = _STEP) -> list[int]:
+    """The batch sizes to capture for steps with host rows: a part of ``sizes``, ascending, always with the largest.
+
+    A step is padded to at most ``step`` times its rows wherever ``sizes`` allow that.
+    """
+    ascending = sorted(set(sizes))
+    kept: list[int] = []
+    for size, following in zip(ascending, [*ascending[1:], None], strict=True):
+        if following is None or not kept or following > step * kept[-1]:
+            kept.append(size)
+    return kept
+
+
+class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
+    """SGLang's runner of captured decode steps with a second set of graphs; ``host_rows`` selects it."""
+
+    capture_bs: list[int]
+    max_bs: int
+    backend: Any
+    attn_backend: Any
+
+    def __init__(self, model_runner: Any, **kwargs: Any):
+        host = model_runner.neo_host
+        self._attention: HostAttention | None = host.attention if host is not None else None
+        self._selected = False
+        self._host_metadata: dict[str, dict[Any, Any]] = {}
+        #: Empty: steps with host rows run eagerly.
+        self.host_sizes: list[int] = []
+        super().__init__(model_runner, **kwargs)
+
+    @contextlib.contextmanager
+    def host_rows(self) -> Iterator[None]:
+        """While a step with host rows runs, or is captured: it takes the graphs of the second set."""
+        backend = self.attn_backend
+        own = {name: getattr(backend, name) for name in self._host_metadata}
+        before = self.capture_bs, self.max_bs
+        self._selected, self.capture_bs, self.max_bs = True, self.host_sizes, max(self.host_sizes)
+        for name, metadata in self._host_metadata.items():
+            setattr(backend, name, metadata)
+        try:
+            yield
+        finally:
+            for name, metadata in own.items():
+                setattr(backend, name, metadata)
+            self._selected = False
+            self.capture_bs, self.max_bs = before
+
+    def _make_graph_key(self, size: int, stream_idx: int | None = None, variant_label: str | None = None) -> Any:
+        return super()._make_graph_key(size, stream_idx, "host-rows" if self._selected else variant_label)
+
+    def _capture_one_stream(self, stream_idx: int | None = None) -> None:
+        super()._capture_one_stream(stream_idx)
+        if self._attention is None:
+            return
+        reason = self._eager_reason()
+        if reason is not None:
+            logger.info(f"sglang_neo: steps with host rows run without CUDA graphs: {reason}")
+            return
+        before = self._free_memory()
+        # Every size where steps are not padded to a larger one.
+        self.host_sizes = list(self.capture_bs) if self.disable_padding else host_row_sizes(self.capture_bs)
+        for name in _PER_GRAPH:
+            metadata = getattr(self.attn_backend, name, None)
+            if isinstance(metadata, dict):
+                self._host_metadata[name] = dict(metadata)
+        # Where SGLang has graphs with and without LoRA kernels, those with them serve both.
+        _set_capture_lora_variant("lora" if getattr(self, "record_nolora_graph", False) else None)
+        try:
+            with self.host_rows():
+                for size in reversed(self.host_sizes):  # the largest first, as SGLang: the others reuse its memory
+                    self.capture_one_shape(size, self._with_handoffs(size), stream_idx)
+        finally:
+            _set_capture_lora_variant(None)
+        logger.info(
+            f"sglang_neo: captured steps with host rows, bs={self.host_sizes}, "
+            f"mem usage={before - self._free_memory():.2f} GB"
+        )
+
+    def _eager_reason(self) -> str | None:
+        assert self._attention is not None
+        if not self._attention.stream.capturable:
+            return "stream memory operations are missing"
+        if not isinstance(self.backend, FullCudaGraphBackend):
+            return f"--cuda-graph-backend-decode is not full ({type(self.backend).__name__})"
+        return None
+
+    def _with_handoffs(self, size: int) -> Callable[..., Any]:
+        """The model's forward for a batch of ``size`` rows, any of which may be host rows."""
+        attention, model = self._attention, self.model_runner.model
+        assert attention is not None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Nobody answers while SGLang warms a graph up.
+            with attention.emitting(size, flags=self._flags_live()):
+                return model.forward(*args, **kwargs)
+
+        return forward
+
+    def _flags_live(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def _free_memory(self) -> float:
+        runner = self.model_runner
+        return float(get_available_gpu_memory(runner.device, runner.gpu_id, empty_cache=False))
