@@ -62,6 +62,36 @@ SEAMS = (
         "its configurator chooses the slot allocator: we make it ours",
     ),
     Seam(
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunner._decode_cuda_graph_runner_cls",
+        ("self",),
+        "chooses the class that captures decode steps: ours captures steps with host rows too",
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner",
+        "DecodeCudaGraphRunner._capture_one_stream",
+        ("self", "stream_idx"),
+        "captures the sizes in capture_bs one by one: the graphs with hand-offs come after them",
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner",
+        "DecodeCudaGraphRunner.capture_one_shape",
+        ("self", "size", "forward", "stream_idx"),
+        "captures one size of whatever forward it is given",
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner",
+        "DecodeCudaGraphRunner._make_graph_key",
+        ("self", "size", "stream_idx", "variant_label"),
+        "names a captured graph, in capture and replay: ours get a name of their own",
+    ),
+    Seam(
+        "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend",
+        "FullCudaGraphBackend",
+        (),
+        "the kind of graph that can hold hand-offs",
+    ),
+    Seam(
         "sglang.srt.mem_cache.kv_cache_configurator",
         "KVCacheConfigurator._build_token_to_kv_pool_allocator",
         ("self", "sizes", "token_to_kv_pool", "token_to_kv_pool_allocator"),
@@ -316,6 +346,9 @@ def check_running(scheduler: Any) -> None:
     if runner.token_to_kv_pool_allocator is not scheduler.token_to_kv_pool_allocator:
         raise SeamError("scheduler and model runner own different token managers")
     if scheduler.token_to_kv_pool_allocator.token_manager.has_host:
+        graphs = getattr(runner, "decode_cuda_graph_runner", None)
+        if type(graphs).__name__ == "DecodeCudaGraphRunner":
+            raise SeamError("SGLang's DecodeCudaGraphRunner runs where sglang_neo's should")
         if not hasattr(type(runner.attn_backend), "neo_host_attention"):
             raise SeamError(f"the attention backend {type(runner.attn_backend).__qualname__} is not hybrid")
         module = importlib.import_module("sglang.srt.managers.schedule_batch")

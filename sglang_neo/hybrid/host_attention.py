@@ -160,12 +160,11 @@ class HostAttention:
         Args:
             flags: False while a graph is warmed up: nobody answers then.
         """
-        assert self.current is None, "another step with host rows is running"
-        self.current = Emission(self, capacity, flags)
+        outer, self.current = self.current, Emission(self, capacity, flags)
         try:
             yield self.current
         finally:
-            self.current = None
+            self.current = outer
 
     def check(self, epoch: int) -> None:
         """Waits until the workers are through with a step; call it before publishing anything of it.

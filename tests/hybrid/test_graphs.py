@@ -1,0 +1,63 @@
+"""Decode steps with host rows from captured graphs: exact, with the second set of graphs chosen when it must be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_neo.hybrid.graphs import host_row_sizes
+from tests.harness.exact import assert_exact
+from tests.harness.graphs import capture_decode_steps
+from tests.harness.inprocess import InProcessRunner, InProcessScheduler
+from tests.test_host_rows import RandomMoves, random_requests, tokens
+
+
+def test_sizes_for_host_rows() -> None:
+    sglang = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128]
+    sizes = host_row_sizes(sglang)
+    assert sizes[0] == 1 and sizes[-1] == 128 and set(sizes) < set(sglang)
+    for rows in range(1, 129):
+        padded, best = (min(size for size in found if size >= rows) for found in (sizes, sglang))
+        assert padded <= max(1.25 * rows, best), rows
+    assert host_row_sizes([8]) == [8] and host_row_sizes([4, 2, 4]) == [2, 4]
+
+
+@pytest.mark.parametrize(("arch", "page_size", "overlap"), [("llama", 1, True), ("qwen3", 64, False)])
+def test_exact_from_graphs(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, arch: str, page_size: int, overlap: bool
+) -> None:
+    requests = random_requests(seed=11)
+    with InProcessRunner("plain", tiny(arch)) as runner:
+        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
+    options: dict[str, Any] = {"page_size": page_size, "disable_overlap_schedule": not overlap}
+    moves = RandomMoves(seed=4, rate=0.15)
+    # Batches of 7 and 8 rows have no graph: they run eagerly between the others.
+    with InProcessScheduler("neo", tiny(arch), **options) as scheduler:
+        model_runner = scheduler.scheduler.tp_worker.model_runner
+        backend = capture_decode_steps(model_runner, [1, 2, 3, 4, 6], monkeypatch)
+        got = scheduler.run(requests, moves)
+        steps = scheduler.scheduler.neo_metrics.counters.steps
+    assert_exact(alone, tokens(got))
+    replayed = Counter(key.variant_label for key in backend.replays)
+    assert replayed["host-rows"] > 10 and replayed[None] > 0, replayed
+    assert {key.size for key in backend.replays} <= {1, 2, 3, 4, 6}
+    assert sum(replayed.values()) < sum(steps.values()), "larger batches were to run eagerly"
+
+
+def test_a_graph_without_hand_offs_does_not_serve_host_rows(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: SGLang's own graphs, replayed for a batch with host rows."""
+    from sglang_neo.hybrid.graphs import NeoDecodeCudaGraphRunner
+
+    with InProcessScheduler("neo", tiny("llama")) as scheduler:
+        model_runner = scheduler.scheduler.tp_worker.model_runner
+        capture_decode_steps(model_runner, [1, 2, 3, 4], monkeypatch)
+        monkeypatch.setattr(NeoDecodeCudaGraphRunner, "host_rows", lambda self: contextlib.nullcontext())
+        with pytest.raises(RuntimeError, match="handed over host rows"):
+            scheduler.run(random_requests(seed=11, count=3), RandomMoves(seed=4, rate=0.9), check=False)
