@@ -38,6 +38,7 @@ HOST_FLAGS = {
     "neo_cpu_threads": None,
     "neo_max_host_tpot": None,
     "neo_max_tpot": None,
+    "neo_watchdog_timeout": 30.0,
 }
 
 
@@ -93,6 +94,13 @@ class NeoServerArgs(ServerArgs):
         ),
     ] = None
 
+    neo_watchdog_timeout: A[
+        float,
+        Arg(
+            help="Seconds after which a step whose CPU work does not come back counts as failed: its host rows are "
+            "prefilled again and the server goes on."
+        ),
+    ] = 30.0
     neo_check_integrity: A[
         bool,
         Arg(
@@ -137,7 +145,14 @@ def check_neo_flags(args: NeoServerArgs, usable_cores: int, memory: int) -> None
     """
     if args.neo_mode in UNBUILT_MODES:
         raise UsageError(f"--neo-mode {args.neo_mode} does not exist yet; use auto or gpu-only")
-    for field in ("neo_host_kv_size", "neo_host_kv_ratio", "neo_cpu_threads", "neo_max_host_tpot", "neo_max_tpot"):
+    for field in (
+        "neo_host_kv_size",
+        "neo_host_kv_ratio",
+        "neo_cpu_threads",
+        "neo_max_host_tpot",
+        "neo_max_tpot",
+        "neo_watchdog_timeout",
+    ):
         value = getattr(args, field)
         if value is not None and not value > 0:
             raise UsageError(f"{flag_name(field)} must be greater than 0, got {value}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_neo.hybrid.host_attention import CpuTimes
+from sglang_neo.recovery import Recovery
 from sglang_neo.token_manager import NeoTokenManager, host_row
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class NeoMetrics:
         cpu_times: asks for the workers' account; None without host rows.
         labels: of SGLang's metrics in this process, None to publish nothing.
         log_interval: decode steps between log lines; 0: none.
+        recovery: counts failures of the CPU side; None without host rows.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class NeoMetrics:
         cpu_times: Any | None,
         labels: Mapping[str, str] | None,
         log_interval: int,
+        recovery: Recovery | None = None,
     ):
+        self._recovery = recovery
         self.counters = StepCounters()
         self._manager, self._cpu_times = manager, cpu_times
         self._log_interval = log_interval
@@ -56,7 +60,7 @@ class NeoMetrics:
         self._steps_since_log += 1
         self._tokens_since_log += host
         if self._published is not None:
-            self._published.update(self.counters, self._manager, self.cpu_times() if host else None)
+            self._published.update(self.counters, self._manager, self.cpu_times() if host else None, self._recovery)
         if self._log_interval and self._steps_since_log >= self._log_interval:
             self._log(host)
 
@@ -99,14 +103,20 @@ class _Published:
         wait = counter("neo_cpu_wait_seconds_total", "Time that steps with host rows gave the CPU nothing to do.")
         self._steps = counter("neo_steps_total", "Decode steps, by mode.", "mode")
         self._migrations = counter("neo_migrations_total", "Requests moved between the pools.", "direction")
-        self._tokens, self._busy, self._wait = (metric.labels(**labels) for metric in (tokens, busy, wait))
+        failed = counter("neo_failed_steps_total", "Decode steps whose CPU work failed.")
+        restarted = counter("neo_restarted_reqs_total", "Requests prefilled again because the CPU work failed.")
+        self._tokens, self._busy, self._wait, self._failed, self._restarted = (
+            metric.labels(**labels) for metric in (tokens, busy, wait, failed, restarted)
+        )
         self._used = gauge("neo_host_kv_used_tokens", "Tokens of host KV in use.")
         self._total = gauge("neo_host_kv_total_tokens", "Tokens that host KV can hold.")
         self._running = gauge("neo_host_running_reqs", "Running requests whose KV is in host memory.")
         self._labels = dict(labels)
         self._seen: dict[str, float] = {}
 
-    def update(self, counters: StepCounters, manager: NeoTokenManager, times: CpuTimes | None) -> None:
+    def update(
+        self, counters: StepCounters, manager: NeoTokenManager, times: CpuTimes | None, recovery: Recovery | None
+    ) -> None:
         self._add("tokens", self._tokens, counters.host_tokens)
         for mode, steps in counters.steps.items():
             self._add(f"steps {mode}", self._steps.labels(**self._labels, mode=mode), steps)
@@ -117,6 +127,9 @@ class _Published:
         if times is not None:
             self._add("busy", self._busy, times.busy)
             self._add("wait", self._wait, times.wait)
+        if recovery is not None:
+            self._add("failed", self._failed, recovery.failed_steps)
+            self._add("restarted", self._restarted, recovery.restarted_reqs)
         usage = manager.host_usage()
         self._used.set(usage.total_tokens - usage.free_tokens)
         self._total.set(usage.total_tokens)

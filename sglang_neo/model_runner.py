@@ -20,7 +20,9 @@ from sglang.srt.runtime_context import get_schedule
 from sglang_neo import token_manager
 from sglang_neo.hybrid import assemble
 from sglang_neo.hybrid.backend import hide_host_rows, make_hybrid
-from sglang_neo.token_manager import HostRow, NeoReqToTokenPool, host_row
+from sglang_neo.hybrid.host_attention import StepRefused
+from sglang_neo.recovery import LaunchedHostRows
+from sglang_neo.token_manager import NeoReqToTokenPool, host_row
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +49,14 @@ class NeoKVCacheConfigurator(KVCacheConfigurator):
 class HostBatchRows:
     """The host rows of a decode batch that is about to run."""
 
-    rows: Sequence[HostRow]
+    reqs: Sequence[Any]
     index: Sequence[int]  # where in the batch they are, ascending
 
 
 def host_batch_rows(batch: ScheduleBatch) -> HostBatchRows | None:
     """None if the batch has no host rows."""
     index = [i for i, req in enumerate(batch.reqs) if host_row(req) is not None]
-    return HostBatchRows([batch.reqs[i].neo_host_row for i in index], index) if index else None
+    return HostBatchRows([batch.reqs[i] for i in index], index) if index else None
 
 
 class NeoModelRunner(ModelRunner):
@@ -65,8 +67,9 @@ class NeoModelRunner(ModelRunner):
     #: None: this server runs gpu-only, and ``neo_gpu_only_reason`` says why.
     neo_host: assemble.HostSide | None = None
     neo_gpu_only_reason: str | None = None
-    #: Set by the worker for the next forward.
+    #: Set by the worker for the next forward, and what became of it.
     neo_rows: HostBatchRows | None = None
+    neo_launched: LaunchedHostRows | None = None
 
     def init_kv_cache_configurator(self) -> None:
         super().init_kv_cache_configurator()
@@ -99,9 +102,16 @@ class NeoModelRunner(ModelRunner):
             return super().forward(forward_batch, *args, **kwargs)
         assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
         attention = self.neo_host.attention
-        attention.launch(rows.rows, rows.index)
+        refused = None
+        try:
+            attention.launch([req.neo_host_row for req in rows.reqs], rows.index)
+        except StepRefused as reason:
+            refused = str(reason)
+        self.neo_launched = LaunchedHostRows(rows.reqs, attention.launched_epoch, refused)
         hide_host_rows(forward_batch, attention.host_row_index(), torch.tensor(rows.index))
-        with self._graphs_with_handoffs(), attention.emitting(len(rows.rows)) as layers:
+        if refused is not None:
+            return super().forward(forward_batch, *args, **kwargs)
+        with self._graphs_with_handoffs(), attention.emitting(len(rows.reqs)) as layers:
             output = super().forward(forward_batch, *args, **kwargs)
         # A graph has its hand-offs in it; else each layer's attention must have come by.
         if layers.received != (0 if output.can_run_graph else attention.geometry.layers):
@@ -152,10 +162,9 @@ class NeoTpModelWorker(TpModelWorker):
 
     def forward_batch_generation(self, batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
         rows = host_batch_rows(batch) if batch is not None and batch.forward_mode.is_decode() else None
-        self.model_runner.neo_rows = rows
+        self.model_runner.neo_rows, self.model_runner.neo_launched = rows, None
         result = super().forward_batch_generation(batch, *args, **kwargs)
-        if rows is not None:
-            result.neo_epoch = self.model_runner.neo_host.attention.launched_epoch
+        result.neo_launched = self.model_runner.neo_launched
         return result
 
     def get_worker_info(self) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sglang_neo.planning.placement import Row, Rules, prefill_room, to_device, to_host
+from sglang_neo.planning.placement import Row, Rules, pause_after, prefill_room, to_device, to_host
 from sglang_neo.token_manager import NeoTokenManager, host_row
 
 
@@ -23,6 +23,7 @@ class Placement:
         self._manager: NeoTokenManager = scheduler.token_to_kv_pool_allocator.token_manager
         self._step = 0
         self._last_departure = -self.rules.cooldown_steps
+        self._paused_until = 0
         host = scheduler.tp_worker.model_runner.neo_host
         self.attention = host.attention if host is not None else None
 
@@ -32,12 +33,22 @@ class Placement:
         if self._scheduler.server_args.neo_check_integrity:
             self._manager.audit()
 
+    def pause(self, failures: int) -> int:
+        """Nobody goes to the host for as many steps as this returns. ``failures``: of the CPU side, in a row."""
+        steps = pause_after(failures, self.rules)
+        self._paused_until = self._step + steps
+        return steps
+
+    @property
+    def _open(self) -> bool:
+        return self._manager.has_host and self._step >= self._paused_until
+
     # -- to the host ------------------------------------------------------------------------------------------
 
     def before_chunk(self, batch: Any) -> None:
         """Room for the next chunk of a prompt that is prefilled in chunks, if one is."""
         req = self._scheduler.chunked_req
-        if req is None or not self._manager.has_host:
+        if req is None or not self._open:
             return
         left = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
         chunk = min(left, self._scheduler.chunked_prefill_size or left)
@@ -46,7 +57,7 @@ class Placement:
     def make_room_for_prefill(self, batch: Any) -> bool:
         """After SGLang found no room for the first waiting prompt: whether there may be room now."""
         scheduler = self._scheduler
-        if not self._manager.has_host or not scheduler.waiting_queue or scheduler.chunked_req is not None:
+        if not self._open or not scheduler.waiting_queue or scheduler.chunked_req is not None:
             return False
         if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
             return False
@@ -62,7 +73,9 @@ class Placement:
         needed = batch.new_tokens_required_next_decode()
         if self._device_free() < needed:
             rows = sum(host_row(req) is None for req in batch.reqs)
-            self._make_room(batch, needed + self._device_footprint(self.rules.growth_steps) * rows, partly=True)
+            # In a pause SGLang retracts; the last row it would abort.
+            if self._open or rows == 1:
+                self._make_room(batch, needed + self._device_footprint(self.rules.growth_steps) * rows, partly=True)
         elif not self._scheduler.waiting_queue and self._step - self._last_departure >= self.rules.cooldown_steps:
             self._return(batch)
 

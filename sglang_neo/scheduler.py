@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
+from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.scheduler import Scheduler
 
 from cpu_kernels import choose_isa
@@ -14,6 +15,7 @@ from sglang_neo.batching import NeoScheduleBatch
 from sglang_neo.metrics import NeoMetrics
 from sglang_neo.model_runner import NeoTpModelWorker
 from sglang_neo.placement import Placement
+from sglang_neo.recovery import Recovery
 from sglang_neo.token_manager import NeoTokenManager
 
 
@@ -27,11 +29,13 @@ class NeoScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.placement = Placement(self)
         attention, collector = self.placement.attention, self.metrics_collector
+        self.recovery = Recovery(self, attention, self.placement.pause) if attention is not None else None
         self.neo_metrics = NeoMetrics(
             self.token_manager,
             attention.cpu_times if attention is not None else None,
             collector.labels if collector is not None else None,
             self.server_args.decode_log_interval if self.ps.tp_rank == 0 else 0,
+            self.recovery,
         )
 
     def init_tp_model_worker(self) -> None:
@@ -48,6 +52,10 @@ class NeoScheduler(Scheduler):
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
         self.placement.begin_step()
+        if self.recovery is not None and self.recovery.pending:
+            if self.recovery.in_flight(last_batch):
+                return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+            self.recovery.restart(running_batch)
         return super().get_next_batch_to_run(running_batch, last_batch)
 
     def _get_new_batch_prefill_raw(self, *, prefill_delayer_single_pass: Any, running_batch: Any) -> Any:
@@ -84,15 +92,12 @@ class NeoScheduler(Scheduler):
             self.max_total_num_tokens = device
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
-        epoch = getattr(result, "neo_epoch", None)
-        # Nothing of a step may be published whose CPU work failed.
-        if epoch is not None and self.placement.attention is not None:
-            if result.copy_done is not None:
-                result.copy_done.synchronize()
-            self.placement.attention.check(epoch)
         if batch.forward_mode.is_decode():
             self.neo_metrics.count_decode(batch)
-        super().process_batch_result(batch, result)
+        if self.recovery is None:
+            return super().process_batch_result(batch, result)
+        with self.recovery.publishing(result):
+            super().process_batch_result(batch, result)
 
     # -- what it says about itself ----------------------------------------------------------------------------
 
@@ -115,6 +120,8 @@ class NeoScheduler(Scheduler):
             "host_running_reqs": len(manager.host_rows()),
             "migrations": dataclasses.asdict(manager.migrations),
             "host_tokens_total": self.neo_metrics.counters.host_tokens,
+            "failed_steps": self.recovery.failed_steps if self.recovery is not None else 0,
+            "restarted_reqs": self.recovery.restarted_reqs if self.recovery is not None else 0,
             "steps_total": dict(self.neo_metrics.counters.steps),
             "cpu_seconds": dataclasses.asdict(self.neo_metrics.cpu_times()),
         }

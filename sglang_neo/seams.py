@@ -145,6 +145,25 @@ SEAMS = (
         ("self", "batch", "result"),
         "nothing of a step may be published before its CPU work is known to be right",
     ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.batch_result_processor",
+        "SchedulerBatchResultProcessor",
+        ("enable_overlap",),
+        "passes over retracted requests where overlap scheduling is on: so rows of a failed step get nothing from it",
+    ),
+    Seam("sglang.srt.managers.schedule_batch", "NextBatchPlan", (), "a turn without a batch lets a failed step end"),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "ScheduleBatch.release_req",
+        ("self", "idx", "remaing_req_count", "server_args"),
+        "retracts one row",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler._add_request_to_queue",
+        ("self", "req", "is_retracted"),
+        "where a retracted row waits",
+    ),
     Seam("sglang.srt.managers.scheduler", "PrefillAdder", (), "admission's arithmetic: we put ours there"),
     Seam(
         "sglang.srt.managers.schedule_policy",

@@ -8,8 +8,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from cpu_kernels.cores import NotEnoughCores
 from cpu_kernels.workers import WorkerPool
 from sglang_neo.errors import UsageError
@@ -21,6 +19,7 @@ from sglang_neo.host_kv.pool import HostKVPool, UnsupportedKV
 from sglang_neo.host_kv.transfer import KVTransfer
 from sglang_neo.hybrid.geometry import NoCpuAttention, attention_geometry, attention_layers
 from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.ranks import least_of_all_ranks
 from sglang_neo.refusals import gpu_only_reasons
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,9 @@ def host_side(runner: Any) -> HostSide:
         raise GpuOnly(str(missing)) from None
     workers = _workers(runner)
     max_rows = runner.req_to_token_pool.size
-    attention = HostAttention(geometry, pool, workers, str(runner.device), runner.dtype, max_rows)
+    attention = HostAttention(
+        geometry, pool, workers, str(runner.device), runner.dtype, max_rows, args.neo_watchdog_timeout
+    )
     logger.info(
         f"Host KV Cache is allocated. dtype: {pool.geometry.dtype}, #tokens: {pool.pages * pool.geometry.page_tokens}, "
         f"KV size: {pool.bytes / (1 << 30):.2f} GB, CPU attention threads: {workers.threads}"
@@ -90,7 +91,7 @@ def _pool(runner: Any, device: DeviceKV) -> tuple[HostMemory, HostKVPool]:
     size = limits.host_pool_bytes(
         size_gb=args.neo_host_kv_size,
         ratio=args.neo_host_kv_ratio,
-        available=_least_of_all_ranks(runner, limits.available_host_memory()),
+        available=least_of_all_ranks(runner, limits.available_host_memory()),
         gpu_pool_bytes=device.bytes,
         ranks=args.tp_size * args.dp_size,
         page_bytes=geometry.bytes_per_page,
@@ -109,21 +110,12 @@ def _pool(runner: Any, device: DeviceKV) -> tuple[HostMemory, HostKVPool]:
     except HostMemoryError as error:
         lacking = str(error)
     pages = min(asked, geometry.pages_for_bytes(len(memory.tensor))) if memory is not None else 0
-    pages = _least_of_all_ranks(runner, pages)
+    pages = least_of_all_ranks(runner, pages)
     if memory is None or pages < 1:
         if memory is not None:
             memory.close()
         raise GpuOnly(lacking)
     return memory, HostKVPool(geometry, pages, memory)
-
-
-def _least_of_all_ranks(runner: Any, number: int) -> int:
-    """Over the tensor-parallel ranks: they schedule alike, so page numbers must mean the same in each."""
-    if runner.ps.tp_size == 1:
-        return number
-    smallest = torch.tensor(number, dtype=torch.int64)
-    torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN, group=runner.tp_group.cpu_group)
-    return int(smallest.item())
 
 
 def _workers(runner: Any) -> WorkerPool:

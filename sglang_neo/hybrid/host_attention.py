@@ -9,7 +9,7 @@ One ``HostAttention`` per model runner. A step goes
             ... the device rows' attention ...
             layers.receive(layer, out)                  # done flag, inbox
     ...
-    host_attention.check(epoch)                         # before anything of the step is published
+    host_attention.failure(epoch)                       # before anything of the step is published
 
 What a layer emits names only memory that stays where it is (``exchange.py``), so it is the same in every step and can
 be captured. Here the wait comes in the same layer (mode sync of docs/architecture.md); nothing else depends on when.
@@ -36,8 +36,8 @@ _LINE = 16
 _READY, _DONE, _HEADER = range(3)
 
 
-class PoisonedStep(RuntimeError):
-    """The CPU side of a step failed: nothing that the step computed for host rows may be used."""
+class StepRefused(RuntimeError):
+    """The workers take no step, since one before it failed. ``launch`` has done everything else."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class HostAttention:
             The step's number, ascending.
 
         Raises:
-            RuntimeError: the workers take no more steps.
+            StepRefused: launch the step without hand-offs, and call its host rows failed.
         """
         for row in rows:
             if row.arrival is not None:
@@ -146,7 +146,10 @@ class HostAttention:
         control = torch.tensor([number, *index, *unset], dtype=torch.int32)
         self.control[: len(control)].copy_(control, non_blocking=True)
         self._controlled = len(rows)
-        self._service.submit(self._descriptor(rows, number))
+        try:
+            self._service.submit(self._descriptor(rows, number))
+        except RuntimeError as refused:
+            raise StepRefused(str(refused)) from refused
         return self._epoch
 
     def host_row_index(self) -> torch.Tensor:
@@ -166,16 +169,22 @@ class HostAttention:
         finally:
             self.current = outer
 
-    def check(self, epoch: int) -> None:
-        """Waits until the workers are through with a step; call it before publishing anything of it.
-
-        Raises PoisonedStep.
-        """
+    def failure(self, epoch: int) -> str | None:
+        """Waits until the workers are through with a step; why it failed, or None. Ask before publishing anything."""
         self._service.wait_epoch(epoch, 2 * self._timeout_s)
         outcome = self._service.outcome(epoch)
-        if outcome not in ("complete", "unknown"):
-            fault = self._service.status().fault
-            raise PoisonedStep(fault.message if fault is not None else f"the CPU work of step {epoch} is {outcome}")
+        if outcome in ("complete", "unknown"):
+            return None
+        fault = self._service.status().fault
+        return fault.message if fault is not None else f"the CPU work of step {epoch} is {outcome}"
+
+    def reset(self, timeout_s: float) -> bool:
+        """After a failure, with the device idle: takes steps again. False if a worker is still busy with the old."""
+        try:
+            self._service.reset(timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     def _descriptor(self, rows: Sequence[HostRow], number: int) -> Step:
         g, n = self.geometry, len(rows)

@@ -37,10 +37,17 @@ class Rules:
     returns_per_step: int = 2
     #: Beyond the first waiting prompt, room is made for others up to this fraction of the device pool.
     prefill_fraction: float = 0.25
+    #: Steps after a failure of the CPU side in which nobody leaves; doubled with each further failure in a row.
+    pause_steps: int = 64
 
     def __post_init__(self) -> None:
         if self.growth_steps < 1 or self.return_steps < self.growth_steps:
             raise ValueError("growth_steps must be at least 1 and return_steps at least growth_steps")
+
+
+def pause_after(failures: int, rules: Rules) -> int:
+    """Steps in which nobody goes to the host after so many failures in a row (at least 1)."""
+    return rules.pause_steps << min(failures - 1, 8)
 
 
 def to_host(rows: Sequence[Row], needed: int, host_free: int, *, partly: bool) -> list[int]:

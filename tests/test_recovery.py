@@ -1,0 +1,131 @@
+"""The CPU side fails in the middle of serving: the server goes on, every answer is right, nothing is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpu_kernels.workers import Job
+from sglang_neo.planning.placement import Rules, pause_after
+from tests.harness.exact import assert_exact
+from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request
+from tests.test_host_rows import random_prompt, tokens
+
+Tiny = Callable[..., Path]
+
+_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+
+
+class Stall:
+    """``on_step`` that stops every CPU worker for a while, once so many steps have had host rows."""
+
+    def __init__(self, after: int, seconds: float, times: int = 1):
+        self.after, self.seconds, self.times = after, seconds, times
+        self.stalls = self._seen = 0
+
+    def __call__(self, scheduler: Any, step: int) -> None:
+        scheduler.token_manager.audit()
+        self._seen += bool(scheduler.token_manager.host_rows())
+        if self._seen < self.after or self.stalls == self.times:
+            return
+        self.stalls, self._seen = self.stalls + 1, 0
+        pool = scheduler.placement.attention.workers
+        stopped = threading.Event()
+
+        def sleep(context: int, item: int, worker: int) -> None:
+            stopped.set()
+            time.sleep(self.seconds)
+
+        run = _RUN(sleep)
+        job = Job(pool.threads, ctypes.cast(run, ctypes.c_void_p).value, keepalive=run)
+        threading.Thread(target=pool.run, args=(job,), kwargs={"participate": False}).start()
+        assert stopped.wait(10)
+
+
+def crowd(seed: int, count: int = 10, answer: int = 60) -> list[Request]:
+    """More than the device pool of these tests holds, so some are host rows all the time."""
+    rng = random.Random(seed)
+    return [Request(f"r{i}", random_prompt(rng, rng.randrange(30, 60)), answer) for i in range(count)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_workers_that_stop_for_a_while(tiny: Tiny, caplog: pytest.LogCaptureFixture, overlap: bool) -> None:
+    requests = crowd(seed=1)
+    with InProcessRunner("plain", tiny("llama")) as runner:
+        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
+    stall = Stall(after=8, seconds=2.0, times=2)
+    options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
+    with (
+        caplog.at_level(logging.ERROR),
+        InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=not overlap, **options) as scheduler,
+    ):
+        scheduler.scheduler.placement.rules = Rules(pause_steps=4)
+        got = scheduler.run(requests, stall)
+        recovery = scheduler.scheduler.recovery
+        state = scheduler.scheduler.neo_state()
+    assert stall.stalls == 2
+    assert_exact(alone, tokens(got))
+    assert recovery.failed_steps >= 2 and recovery.restarted_reqs >= 2
+    assert state["failed_steps"] == recovery.failed_steps and state["restarted_reqs"] == recovery.restarted_reqs
+    told = [record.message for record in caplog.records if "CPU attention failed" in record.message]
+    assert len(told) >= 2 and "no worker took" in told[0] and "Restarted" in told[0], caplog.text
+
+
+def test_a_step_that_is_refused_runs_without_its_host_rows(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_neo.hybrid.host_attention import HostAttention, StepRefused
+
+    requests = crowd(seed=2)
+    with InProcessRunner("plain", tiny("llama")) as runner:
+        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
+    launch, calls = HostAttention.launch, [0]
+
+    def refusing(self: HostAttention, *args: Any) -> int:
+        calls[0] += 1
+        if calls[0] in (5, 6, 20):
+            monkeypatch.setattr(self._service, "submit", _refuse)
+        try:
+            return launch(self, *args)
+        finally:
+            monkeypatch.undo()
+            monkeypatch.setattr(HostAttention, "launch", refusing)
+
+    def _refuse(*args: Any) -> None:
+        raise RuntimeError("no steps today")
+
+    assert StepRefused is not None
+    monkeypatch.setattr(HostAttention, "launch", refusing)
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, max_running_requests=16) as scheduler:
+        scheduler.scheduler.placement.rules = Rules(pause_steps=2)
+        got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
+        recovery = scheduler.scheduler.recovery
+    assert calls[0] > 20 and recovery.failed_steps == 3
+    assert_exact(alone, tokens(got))
+
+
+def test_wrong_tokens_are_published_where_a_failure_goes_unseen(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the stall does harm, and only the recovery keeps it from the answers."""
+    from sglang_neo.hybrid.host_attention import HostAttention
+
+    requests = crowd(seed=1)
+    with InProcessRunner("plain", tiny("llama")) as runner:
+        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
+    monkeypatch.setattr(HostAttention, "failure", lambda self, epoch: self.reset(60) and None)
+    options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
+    with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=True, **options) as scheduler:
+        got = scheduler.run(requests, Stall(after=8, seconds=2.0))
+    with pytest.raises(AssertionError):
+        assert_exact(alone, tokens(got))
+
+
+def test_pauses_grow_with_failures_in_a_row() -> None:
+    rules = Rules(pause_steps=10)
+    assert [pause_after(n, rules) for n in (1, 2, 3)] == [10, 20, 40]
+    assert pause_after(100, rules) == pause_after(9, rules)
