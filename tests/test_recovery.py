@@ -17,7 +17,7 @@ from cpu_kernels.workers import Job
 from sglang_neo.planning.placement import Rules, pause_after
 from tests.harness.exact import assert_exact
 from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request
-from tests.test_host_rows import random_prompt, tokens
+from tests.harness.traffic import random_prompt, tokens
 
 Tiny = Callable[..., Path]
 

@@ -14,7 +14,7 @@ from sglang_neo.hybrid.graphs import host_row_sizes
 from tests.harness.exact import assert_exact
 from tests.harness.graphs import capture_decode_steps
 from tests.harness.inprocess import InProcessRunner, InProcessScheduler
-from tests.test_host_rows import RandomMoves, random_requests, tokens
+from tests.harness.traffic import RandomMoves, random_requests, tokens
 
 
 def test_sizes_for_host_rows() -> None:
