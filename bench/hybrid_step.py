@@ -230,9 +230,9 @@ def step_parts(scheduler: InProcessScheduler, args: argparse.Namespace) -> dict[
     # Forwards and backwards in turn, because rows grow longer all the time.
     schedule = [kind for i in range(rounds) for kind in (KINDS if i % 2 == 0 else KINDS[::-1])]
     steps = Steps(schedule, args.host_rows, warm_up=rows + 40)
-    before = scheduler.scheduler.placement.attention._service.status()
+    before = scheduler.scheduler.placement.attention.service.status()
     scheduler.run(requests(rows, args.tokens, steps.turns + 20, args.vocabulary, 1), steps)
-    after = scheduler.scheduler.placement.attention._service.status()
+    after = scheduler.scheduler.placement.attention.service.status()
     layers = scheduler.scheduler.placement.attention.geometry.layers
     result: dict[str, Any] = {"turn_ms": {}, "gpu_ms": {}, "gap_ms": {}}
     for kind in KINDS:

@@ -33,6 +33,11 @@ cdef extern from "worker_pool.hpp" namespace "cpu_kernels" nogil:
         int core
         int64_t age_ns, busy_ns, wait_ns, sleeps, items, bytes, tokens
 
+    cdef struct CWorkerSpan "cpu_kernels::WorkerSpan":
+        int worker, items
+        uint64_t sequence
+        int64_t begin_ns, end_ns
+
     cdef cppclass PoolOptions:
         int threads
         vector[int] cores
@@ -46,6 +51,8 @@ cdef extern from "worker_pool.hpp" namespace "cpu_kernels" nogil:
         CCounters counters(int) except +
         int sleeping()
         string refusal()
+        void start_trace(int64_t) except +
+        vector[CWorkerSpan] stop_trace() except +
         cbool close(int64_t) except +
 
 
@@ -93,6 +100,11 @@ cdef extern from "handoff.hpp" namespace "cpu_kernels" nogil:
         int steps, in_flight, lag
         int64_t submitted_steps, complete_steps, poisoned_steps, handoffs, answer_ns, max_answer_ns, device_wait_ns
 
+    cdef struct CHandoffSpan "cpu_kernels::HandoffSpan":
+        uint64_t epoch, sequence
+        int layer, lane
+        int64_t seen_ns, done_ns
+
     cdef cppclass CService "cpu_kernels::HandoffService":
         CService(CPool*, int64_t) except +
         void submit(StepDescriptor) except +
@@ -101,6 +113,8 @@ cdef extern from "handoff.hpp" namespace "cpu_kernels" nogil:
         cbool wait_epoch(uint64_t, int64_t) except +
         StepOutcome outcome(uint64_t) except +
         CStatus status() except +
+        void start_trace(int64_t) except +
+        vector[CHandoffSpan] stop_trace() except +
         cbool reset(int64_t) except +
         cbool close(int64_t) except +
 
@@ -271,6 +285,13 @@ cdef class WorkerPool:
         cdef CCounters c = self.pool.counters(worker)
         return c.core, c.age_ns, c.busy_ns, c.wait_ns, c.sleeps, c.items, c.bytes, c.tokens
 
+    def start_trace(self, spans_per_worker):
+        self.pool.start_trace(spans_per_worker)
+
+    def spans(self):
+        """Ends the trace: tuples of worker, items, number of the job, begin and end (ns, monotonic clock)."""
+        return [(s.worker, s.items, s.sequence, s.begin_ns, s.end_ns) for s in self.pool.stop_trace()]
+
     def close(self, timeout_s=1.0):
         cdef int64_t timeout_ns = _ns(timeout_s)
         cdef cbool clean
@@ -392,6 +413,13 @@ cdef class Service:
                     submitted_steps=s.submitted_steps, complete_steps=s.complete_steps,
                     poisoned_steps=s.poisoned_steps, handoffs=s.handoffs, answer_ns=s.answer_ns,
                     max_answer_ns=s.max_answer_ns, device_wait_ns=s.device_wait_ns)
+
+    def start_trace(self, handoffs):
+        self.service.start_trace(handoffs)
+
+    def spans(self):
+        """Ends the trace: tuples of epoch, number of the job, layer, lane, ready seen, answered (ns, monotonic)."""
+        return [(s.epoch, s.sequence, s.layer, s.lane, s.seen_ns, s.done_ns) for s in self.service.stop_trace()]
 
     def reset(self, timeout_s):
         cdef int64_t timeout_ns = _ns(timeout_s)

@@ -37,6 +37,7 @@ __all__ = [
     "Fault",
     "HandoffMemory",
     "HandoffService",
+    "HandoffSpan",
     "HandoffStatus",
     "Handoffs",
     "Job",
@@ -44,6 +45,7 @@ __all__ = [
     "Step",
     "WorkerCounters",
     "WorkerPool",
+    "WorkerSpan",
     "device_wait",
     "device_write",
 ]
@@ -65,6 +67,29 @@ class WorkerCounters:
     items: int
     bytes: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class WorkerSpan:
+    """What one worker did for one job. Times are those of ``time.monotonic_ns``."""
+
+    worker: int
+    items: int
+    job: int  # its number in the pool
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class HandoffSpan:
+    """One hand-off. Times are those of ``time.monotonic_ns``."""
+
+    epoch: int
+    job: int  # see WorkerSpan; a hand-off with nothing to do has none
+    layer: int
+    lane: int
+    seen_ns: int
+    done_ns: int
 
 
 class WorkerPool(_workers.WorkerPool):
@@ -92,6 +117,10 @@ class WorkerPool(_workers.WorkerPool):
     def counters(self) -> list[WorkerCounters]:
         """One per thread, then that of participating callers."""
         return [WorkerCounters(*self.counters_of(worker)) for worker in range(self.worker_slots)]
+
+    def stop_trace(self) -> list[WorkerSpan]:
+        """What the workers did since ``start_trace(spans_per_worker)``, worker by worker; what did not fit is lost."""
+        return [WorkerSpan(*span) for span in self.spans()]
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Lets running items finish, drops the rest, ends the threads.
@@ -236,6 +265,14 @@ class HandoffService:
         clean = _close(self._service, self._held, grace_s)
         self._finalizer.detach()
         return clean
+
+    def start_trace(self, handoffs: int) -> None:
+        """Keeps the hand-offs that are answered from now on, up to so many."""
+        self._service.start_trace(handoffs)
+
+    def stop_trace(self) -> list[HandoffSpan]:
+        """The hand-offs answered since ``start_trace``, in the order of their answers."""
+        return [HandoffSpan(*span) for span in self._service.spans()]
 
     def measure_round_trips(self, steps: int = 100, jobs: Iterable[_workers.NativeJob | int] = (1,) * 80) -> list[int]:
         """Nanoseconds from raising ready to seeing done, with the calling thread as the device.

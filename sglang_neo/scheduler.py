@@ -16,6 +16,7 @@ from sglang_neo.metrics import NeoMetrics
 from sglang_neo.model_runner import NeoTpModelWorker
 from sglang_neo.placement import Placement
 from sglang_neo.recovery import Recovery
+from sglang_neo.timeline import extend_profiler
 from sglang_neo.token_manager import NeoTokenManager
 
 
@@ -30,6 +31,8 @@ class NeoScheduler(Scheduler):
         self.placement = Placement(self)
         attention, collector = self.placement.attention, self.metrics_collector
         self.recovery = Recovery(self, attention, self.placement.pause) if attention is not None else None
+        if attention is not None:
+            extend_profiler(self.profiler_manager, attention)
         self.neo_metrics = NeoMetrics(
             self.token_manager,
             attention.cpu_times if attention is not None else None,

@@ -151,6 +151,18 @@ SEAMS = (
         ("enable_overlap",),
         "passes over retracted requests where overlap scheduling is on: so rows of a failed step get nothing from it",
     ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.profiler_manager",
+        "SchedulerProfilerManager._start_profile",
+        ("self", "stage"),
+        "a profile that begins takes the CPU's side too",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.profiler_manager",
+        "SchedulerProfilerManager._stop_profile",
+        ("self", "stage"),
+        "and is written beside SGLang's own",
+    ),
     Seam("sglang.srt.managers.schedule_batch", "NextBatchPlan", (), "a turn without a batch lets a failed step end"),
     Seam(
         "sglang.srt.managers.schedule_batch",

@@ -90,7 +90,7 @@ def test_a_step_that_is_refused_runs_without_its_host_rows(tiny: Tiny, monkeypat
     def refusing(self: HostAttention, *args: Any) -> int:
         calls[0] += 1
         if calls[0] in (5, 6, 20):
-            monkeypatch.setattr(self._service, "submit", _refuse)
+            monkeypatch.setattr(self.service, "submit", _refuse)
         try:
             return launch(self, *args)
         finally:

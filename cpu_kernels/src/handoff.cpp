@@ -88,6 +88,11 @@ struct HandoffService::State {
   std::atomic<uint64_t> progress{0};  // changes whenever something moves; the watchdog looks for it
   std::atomic<int64_t> handoffs{0}, answer_ns{0}, max_answer_ns{0}, last_answer_ns{0};
 
+  std::atomic<bool> tracing{false};
+  std::mutex trace_mutex;
+  size_t trace_room = 0;
+  std::vector<HandoffSpan> trace;
+
   std::thread watchdog;
   std::mutex watch_mutex;
   std::condition_variable watch_cv;
@@ -319,6 +324,12 @@ struct HandoffService::State {
     } else if (result == JobResult::kCancelled) {
       // By a fault that was reported already, or because a worker ended inside another job of the pool.
       state->poison(PoisonReason::kJobFailed, step, run->index, "the job was cancelled because a worker ended");
+    }
+    if (state->tracing.load(std::memory_order_relaxed)) {
+      std::lock_guard<std::mutex> lock(state->trace_mutex);
+      if (state->trace.size() < state->trace_room) {
+        state->trace.push_back({step->descriptor.epoch, run->sequence, job.layer, job.lane, run->seen_ns, now});
+      }
     }
     state->unanswered.fetch_sub(1, std::memory_order_relaxed);  // before done: see lag()
     if (!run->raised.exchange(true, std::memory_order_acq_rel)) store_flag(job.done, 1);
@@ -565,6 +576,24 @@ HandoffStatus HandoffService::status() {
   out.max_answer_ns = state_->max_answer_ns.load(std::memory_order_relaxed);
   out.device_wait_ns = state_->device_wait_ns;
   return out;
+}
+
+void HandoffService::start_trace(int64_t handoffs) {
+  if (handoffs < 0) throw std::invalid_argument("handoffs must not be negative");
+  std::lock_guard<std::mutex> lock(state_->trace_mutex);
+  state_->trace_room = static_cast<size_t>(handoffs);
+  state_->trace.clear();
+  state_->trace.reserve(std::min<size_t>(state_->trace_room, 1 << 16));
+  state_->tracing.store(true);
+}
+
+std::vector<HandoffSpan> HandoffService::stop_trace() {
+  state_->tracing.store(false);
+  std::lock_guard<std::mutex> lock(state_->trace_mutex);
+  state_->trace_room = 0;
+  std::vector<HandoffSpan> all;
+  all.swap(state_->trace);
+  return all;
 }
 
 bool HandoffService::reset(int64_t timeout_ns) {

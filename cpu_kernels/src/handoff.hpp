@@ -86,6 +86,16 @@ struct HandoffStatus {
   int64_t device_wait_ns = 0;  // workers had nothing in hand and the next flag was not raised, while steps ran
 };
 
+// One hand-off, kept while a trace is taken.
+struct HandoffSpan {
+  uint64_t epoch = 0;
+  uint64_t sequence = 0;  // number of its job in the pool, see WorkerSpan
+  int layer = 0;
+  int lane = 0;
+  int64_t seen_ns = 0;  // ready, of the monotonic clock
+  int64_t done_ns = 0;
+};
+
 class HandoffService {
  public:
   // `pool` must outlive the service and can have one service at a time (std::runtime_error). timeout_ns bounds every
@@ -108,6 +118,10 @@ class HandoffService {
   // Ask this before publishing anything of a step.
   StepOutcome outcome(uint64_t epoch);
   HandoffStatus status();
+
+  // Keeps the hand-offs that are answered from now on, up to so many. A trace that was not stopped is dropped.
+  void start_trace(int64_t handoffs);
+  std::vector<HandoffSpan> stop_trace();
 
   // After a fault, once the device is idle: lowers the flags of the poisoned steps and takes steps again. False: a job
   // is still running after `timeout_ns`. Does nothing on a healthy service.

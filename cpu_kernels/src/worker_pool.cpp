@@ -146,6 +146,13 @@ struct alignas(64) Slot {
   }
 };
 
+// Only its worker writes, and only while a trace is taken, so the lock is all but free.
+struct alignas(64) TraceLane {
+  std::mutex mutex;
+  size_t room = 0;
+  std::vector<WorkerSpan> spans;
+};
+
 thread_local const void* t_inside = nullptr;  // the pool whose item this thread is running
 
 // Why a job cannot run on so many threads, or "".
@@ -189,7 +196,7 @@ void relax(int* spins) {
 }
 
 struct WorkerPool::State {
-  explicit State(const PoolOptions& o) : options(o), slots(kRing), accounts(o.threads + 1) {
+  explicit State(const PoolOptions& o) : options(o), slots(kRing), accounts(o.threads + 1), trace(o.threads + 1) {
     for (int i = 0; i < kRing; ++i) slots[i].free_for.store(i, std::memory_order_relaxed);
   }
 
@@ -198,6 +205,8 @@ struct WorkerPool::State {
   std::vector<Slot> slots;
   std::vector<Account> accounts;  // the last one is the participating caller's
   std::vector<pthread_t> threads;
+  std::vector<TraceLane> trace;  // likewise
+  std::atomic<bool> tracing{false};
 
   alignas(64) std::atomic<uint64_t> published{0};  // jobs submitted so far
   alignas(64) std::atomic<bool> polling{false};
@@ -341,7 +350,9 @@ struct WorkerPool::State {
     Slot& slot = slots[sequence % kRing];
     const Job& job = slot.job;
     Account& account = accounts[worker];
-    for (int64_t now = now_ns(); item >= 0; item = take(&sequence)) {
+    const int64_t begin = now_ns();
+    int64_t now = begin;
+    for (; item >= 0; item = take(&sequence)) {
       ++hold.count;
       account.item_begins(now);
       hold.cost = {};
@@ -365,7 +376,14 @@ struct WorkerPool::State {
       account.item_ends(now = now_ns(), hold.cost);
     }
     if (job.streaming_stores) store_fence();
+    if (tracing.load(std::memory_order_relaxed)) note({worker, hold.count, sequence, begin, now});
     return true;
+  }
+
+  void note(const WorkerSpan& span) {
+    TraceLane& lane = trace[span.worker];
+    std::lock_guard<std::mutex> lock(lane.mutex);
+    if (lane.spans.size() < lane.room) lane.spans.push_back(span);
   }
 
   // ---- sleeping and waking
@@ -642,6 +660,29 @@ WorkerCounters WorkerPool::counters(int worker) const {
 }
 
 int WorkerPool::sleeping() const { return state_->sleepers.load(std::memory_order_seq_cst); }
+
+void WorkerPool::start_trace(int64_t spans_per_worker) {
+  if (spans_per_worker < 0) throw std::invalid_argument("spans_per_worker must not be negative");
+  for (TraceLane& lane : state_->trace) {
+    std::lock_guard<std::mutex> lock(lane.mutex);
+    lane.room = static_cast<size_t>(spans_per_worker);
+    lane.spans.clear();
+    lane.spans.reserve(std::min<size_t>(lane.room, 1 << 16));
+  }
+  state_->tracing.store(true);
+}
+
+std::vector<WorkerSpan> WorkerPool::stop_trace() {
+  state_->tracing.store(false);
+  std::vector<WorkerSpan> all;
+  for (TraceLane& lane : state_->trace) {
+    std::lock_guard<std::mutex> lock(lane.mutex);
+    all.insert(all.end(), lane.spans.begin(), lane.spans.end());
+    lane.room = 0;  // a worker that still thinks that there is a trace
+    lane.spans = {};
+  }
+  return all;
+}
 
 std::string WorkerPool::refusal() const { return state_->refusal(); }
 

@@ -67,6 +67,15 @@ struct WorkerCounters {
   int64_t tokens = 0;
 };
 
+// What one worker did for one job, kept while a trace is taken.
+struct WorkerSpan {
+  int worker = 0;
+  int items = 0;
+  uint64_t sequence = 0;  // the job's number
+  int64_t begin_ns = 0;   // of the monotonic clock
+  int64_t end_ns = 0;
+};
+
 // A source of jobs that no submit announces, such as flags that a device raises: idle workers ask it, one at a time.
 // poll() returns true if it may have submitted a job. It must not block.
 struct Poller {
@@ -118,6 +127,11 @@ class WorkerPool {
 
   WorkerCounters counters(int worker) const;
   int sleeping() const;
+
+  // Keeps what the workers do from now on, up to so many spans of each. A trace that was not stopped is dropped.
+  void start_trace(int64_t spans_per_worker);
+  // The spans since then, worker by worker, each in order of time.
+  std::vector<WorkerSpan> stop_trace();
 
   // Why jobs are refused, or "" if they are not.
   std::string refusal() const;

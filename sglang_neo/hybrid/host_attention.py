@@ -77,7 +77,7 @@ class HostAttention:
         pin = device.startswith("cuda")
         self.stream = flag_stream(device, 2 * timeout_s)
         self.exchange = exchange_for(device)
-        self._service = HandoffService(workers, timeout_s)
+        self.service = HandoffService(workers, timeout_s)
         # Per layer: ready, done, header, each on a line of its own.
         self.flags = torch.zeros((geometry.layers, 3, _LINE), dtype=torch.int32, pin_memory=pin)
         self._handoffs = Handoffs()
@@ -105,19 +105,19 @@ class HostAttention:
 
     @property
     def completed_epoch(self) -> int:
-        return self._service.completed_epoch()
+        return self.service.completed_epoch()
 
     def wait_launched(self) -> None:
-        self._service.wait_epoch(self._epoch, 2 * self._timeout_s)
+        self.service.wait_epoch(self._epoch, 2 * self._timeout_s)
 
     def cpu_times(self) -> CpuTimes:
-        status = self._service.status()
+        status = self.service.status()
         busy = sum(counters.busy_ns for counters in self.workers.counters())
         return CpuTimes(busy=busy / 1e9, wait=status.device_wait_ns / 1e9)
 
     def close(self) -> None:
         """Ends the workers; harmless to repeat."""
-        self._service.close()
+        self.service.close()
         self.workers.close()
 
     # -- a step -----------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class HostAttention:
         self.control[: len(control)].copy_(control, non_blocking=True)
         self._controlled = len(rows)
         try:
-            self._service.submit(self._descriptor(rows, number))
+            self.service.submit(self._descriptor(rows, number))
         except RuntimeError as refused:
             raise StepRefused(str(refused)) from refused
         return self._epoch
@@ -171,17 +171,17 @@ class HostAttention:
 
     def failure(self, epoch: int) -> str | None:
         """Waits until the workers are through with a step; why it failed, or None. Ask before publishing anything."""
-        self._service.wait_epoch(epoch, 2 * self._timeout_s)
-        outcome = self._service.outcome(epoch)
+        self.service.wait_epoch(epoch, 2 * self._timeout_s)
+        outcome = self.service.outcome(epoch)
         if outcome in ("complete", "unknown"):
             return None
-        fault = self._service.status().fault
+        fault = self.service.status().fault
         return fault.message if fault is not None else f"the CPU work of step {epoch} is {outcome}"
 
     def reset(self, timeout_s: float) -> bool:
         """After a failure, with the device idle: takes steps again. False if a worker is still busy with the old."""
         try:
-            self._service.reset(timeout_s)
+            self.service.reset(timeout_s)
         except TimeoutError:
             return False
         return True

@@ -91,6 +91,14 @@ class NeoCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> Any:
+        import torch
+
+        return torch.profiler.ProfilerActivity.CPU
+
     def init_backend(self) -> None:
         from sglang_neo.platforms import cpu_bridges
 

@@ -438,3 +438,28 @@ def test_the_command_prints_one_line_of_json(
     monkeypatch.setattr("sys.argv", ["workers", "--threads", "1", "--reserve", "0", "--attention", "much"])
     assert workers.main() == 2
     assert "ROWSxTOKENS" in capsys.readouterr().err
+
+
+def test_a_trace_has_every_hand_off() -> None:
+    pool = WorkerPool(2)
+    service = HandoffService(pool)
+    try:
+        service.start_trace(1000)
+        pool.start_trace(1000)
+        first = service.status().submitted_epoch + 1
+        service.measure_round_trips(3, [1] * 4)
+        handoffs, spans = service.stop_trace(), pool.stop_trace()
+        assert [(h.epoch, h.layer) for h in handoffs] == [
+            (first + step, layer) for step in range(3) for layer in range(4)
+        ]
+        assert all(h.seen_ns <= h.done_ns for h in handoffs)
+        jobs = {h.job: h for h in handoffs}
+        assert len(jobs) == 12 and {span.job for span in spans} == set(jobs)
+        for span in spans:
+            assert jobs[span.job].seen_ns <= span.begin_ns <= jobs[span.job].done_ns
+        assert service.stop_trace() == []
+        with pytest.raises(ValueError, match="handoffs"):
+            service.start_trace(-1)
+    finally:
+        service.close()
+        pool.close()

@@ -408,3 +408,24 @@ def test_topology_and_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "0", "0-3,8", "1,3,5-7"])
 def test_cpu_lists(text: str) -> None:
     assert cores.format_cpu_list(cores.parse_cpu_list(text)) == text
+
+
+def test_a_trace_has_what_every_worker_did(pool: WorkerPool) -> None:
+    pool.run(job(5, lambda item, worker: None), participate=False)
+    assert pool.stop_trace() == [], "nobody asked for it"
+    begin = time.monotonic_ns()
+    pool.start_trace(100)
+    for items in (4, 9):
+        pool.run(job(items, lambda item, worker: time.sleep(1e-3)), participate=False)
+    end = time.monotonic_ns()
+    spans = pool.stop_trace()
+    assert sum(span.items for span in spans) == 13 and len({span.job for span in spans}) == 2
+    assert all(begin <= span.begin_ns <= span.end_ns <= end for span in spans)
+    busy = sum(counters.busy_ns for counters in pool.counters())
+    assert sum(span.end_ns - span.begin_ns for span in spans) <= 1.5 * busy + 1e7
+    pool.start_trace(1)
+    for _ in range(3):
+        pool.run(job(3, lambda item, worker: None), participate=False)
+    assert len(pool.stop_trace()) <= pool.worker_slots, "no more than there was room for"
+    with pytest.raises(ValueError, match="spans_per_worker"):
+        pool.start_trace(-1)
