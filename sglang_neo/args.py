@@ -101,6 +101,13 @@ class NeoServerArgs(ServerArgs):
             "prefilled again and the server goes on."
         ),
     ] = 30.0
+    neo_report_host_rows: A[
+        bool,
+        Arg(
+            help="meta_info of /generate gets neo_host_row: for each output token 1 if the request was decoded from "
+            "host memory then, else 0. For measurements."
+        ),
+    ] = False
     neo_check_integrity: A[
         bool,
         Arg(

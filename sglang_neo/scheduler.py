@@ -20,6 +20,24 @@ from sglang_neo.timeline import extend_profiler
 from sglang_neo.token_manager import NeoTokenManager
 
 
+def report_host_rows(batch: Any, result: Any) -> None:
+    """Notes in each request who made the token that ``result`` has for it, for ``meta_info``.
+
+    SGLang passes a request's ``customized_info`` on: lists with one value per output token
+    (managers/scheduler_components/output_streamer.py).
+    """
+    launched = getattr(result, "neo_launched", None)
+    on_host = {id(req) for req in launched.reqs} if launched is not None else set()
+    for req in batch.reqs:
+        if req.finished() or req.is_retracted:
+            continue
+        if req.customized_info is None:
+            req.customized_info = {}
+        kinds = req.customized_info.setdefault("neo_host_row", [])
+        kinds += [0] * (len(req.output_ids) - len(kinds))
+        kinds.append(int(id(req) in on_host))
+
+
 class NeoScheduler(Scheduler):
     """Overrides only what seams.py names; policy stands in modules of its own."""
 
@@ -97,6 +115,8 @@ class NeoScheduler(Scheduler):
     def process_batch_result(self, batch: Any, result: Any) -> None:
         if batch.forward_mode.is_decode():
             self.neo_metrics.count_decode(batch)
+        if self.server_args.neo_report_host_rows:
+            report_host_rows(batch, result)
         if self.recovery is None:
             return super().process_batch_result(batch, result)
         with self.recovery.publishing(result):

@@ -163,6 +163,12 @@ SEAMS = (
         ("self", "stage"),
         "and is written beside SGLang's own",
     ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.output_streamer",
+        "_GenerationStreamAccumulator",
+        ("customized_info",),
+        "passes on what a request has per output token: --neo-report-host-rows",
+    ),
     Seam("sglang.srt.managers.schedule_batch", "NextBatchPlan", (), "a turn without a batch lets a failed step end"),
     Seam(
         "sglang.srt.managers.schedule_batch",

@@ -1,0 +1,227 @@
+"""How fast servers are, as clients see it: plain SGLang and ours, one after the other or in turns.
+
+    python -m bench.serving MODEL --out FILE.json [--variant plain --variant neo ...] [--workload TEXT ...]
+                            [--rounds 3] [--together] [--plots FOLDER] [-- flags for every server]
+    python -m bench.serving --compare OLD.json NEW.json
+    python -m bench.serving --self-test
+
+Variants are plain (SGLang), neo (ours), neo:MODE (``--neo-mode MODE``), each with flags of its own after an equals
+sign: ``--variant "neo=--neo-host-kv-size 8"``. The first is what the others' ratios are against. Each round runs all
+variants on all workloads; the order of the variants turns round from round to round. With --together all servers are up at the
+same time and only one is asked at a time: right for small models, where a start takes longer than a run. The result is
+written after every run, so one that is cut short leaves what it had. Workloads: see ``--help`` below.
+
+Exit codes: 0; 1 a request failed, or --compare found a difference; 2 bad input, or a server did not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.record import provenance
+from bench.servers import NEO, PLAIN, Server, ServerPool, ServerSpec
+from bench.serving import report, selftest, workloads
+from bench.serving.client import run as run_workload
+from bench.serving.measures import measure
+
+#: Minutes on two cores with the small model that `make setup` converts.
+SMALL = (
+    "backlog:prompt=64,output=48,count=12,concurrency=12",
+    "backlog:prompt=32,output=32,count=12,concurrency=6",
+    "sweep:rates=0.5/1.5,prompt=64,output=32,count=10",
+    "prefixes:prefixes=2,prefix=96,suffix=16,output=16,count=8",
+    "chat:users=3,turns=2,prompt=32,output=16",
+)
+#: The full set, for a GPU.
+FULL = (
+    "backlog:prompt=900,output=200,count=96,concurrency=48",
+    "grid:prompts=128/2048,outputs=32/512,count=64,concurrency=64",
+    "sweep:rates=1/2/4/8,prompt=900,output=200,count=120",
+    "trace:name=azure_conv_2023,count=300,speed=1,longest=4096",
+    "lengths:name=openai_summaries,rate=8,count=400",
+    "prefixes:prefixes=5,prefix=1500,suffix=50,output=50,count=100,concurrency=50",
+    "chat:users=24,turns=4,prompt=200,output=100",
+)
+SETS = {"small": SMALL, "full": FULL}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    name: str
+    entry: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+def variant(text: str) -> Variant:
+    """Raises ValueError if there is none of that name."""
+    name, _, own = text.partition("=")
+    flags = tuple(shlex.split(own))
+    if name == "plain":
+        return Variant(name, PLAIN, flags)
+    kind, _, mode = name.partition(":")
+    if kind == "neo":
+        return Variant(name, NEO, (*(("--neo-mode", mode) if mode else ()), "--neo-report-host-rows", *flags))
+    raise ValueError(f"no variant {name!r}: there are plain, neo and neo:MODE")
+
+
+class Servers:
+    """Starts what is asked for; all at once with ``together``, else one at a time."""
+
+    def __init__(self, model: Path, common: Sequence[str], logs: Path, together: bool):
+        self._model, self._common, self._logs, self._together = model, tuple(common), logs, together
+        self._stack = contextlib.ExitStack()
+        self._kept: dict[str, Server] = {}
+
+    @contextlib.contextmanager
+    def of(self, chosen: Variant) -> Iterator[Server]:
+        if self._together:
+            if chosen.name not in self._kept:
+                self._kept[chosen.name] = self._stack.enter_context(self._started(chosen))
+            yield self._kept[chosen.name]
+        else:
+            with self._started(chosen) as server:
+                yield server
+
+    @contextlib.contextmanager
+    def _started(self, chosen: Variant) -> Iterator[Server]:
+        folder = self._logs / chosen.name.replace(":", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        spec = ServerSpec(self._model, ("--enable-metrics", *self._common, *chosen.flags), chosen.entry)
+        print(f"starting {chosen.name}", flush=True)
+        with ServerPool(folder).starting(spec) as server:
+            yield server.wait_ready()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.serving",
+        description=__doc__,
+        epilog=workloads.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--variant", action="append", help="default: plain and neo")
+    parser.add_argument("--workload", action="append", default=[])
+    parser.add_argument("--set", choices=SETS, help="a set of workloads; default without --workload: small")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--together", action="store_true", help="all servers up at once")
+    parser.add_argument("--plots", type=Path)
+    parser.add_argument("--vocabulary", type=int, help="token ids below it; default: the model's")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one request may take")
+    parser.add_argument(
+        "--warm-up", default="backlog:prompt=32,output=8,count=4", help="sent before each server's runs"
+    )
+    parser.add_argument("--logs", type=Path, help="of the servers; default: a temporary folder")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"))
+    parser.add_argument("--self-test", action="store_true", help="how many chunks a second this client can take")
+    return parser
+
+
+def _vocabulary(model: Path) -> int:
+    config = json.loads((model / "config.json").read_text())
+    return int(config.get("text_config", config)["vocab_size"])
+
+
+def serve(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    variants = [variant(text) for text in args.variant or ("plain", "neo")]
+    texts = [*(SETS[args.set] if args.set else ()), *args.workload] or list(SMALL)
+    vocabulary = args.vocabulary or _vocabulary(args.model)
+    chosen = workloads.parse_all(texts, vocabulary, args.seed)
+    warm_up = workloads.parse_all([args.warm_up], vocabulary, args.seed + 1)
+    result: dict[str, Any] = {**provenance(), "model": args.model.name, "flags": list(flags), "runs": []}
+    failed = 0
+    with contextlib.ExitStack() as stack:
+        logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = Servers(args.model, flags, logs, args.together)
+        stack.callback(servers.close)
+        total = args.rounds * len(variants) * len(chosen)
+        for round_ in range(args.rounds):
+            for one in variants if round_ % 2 == 0 else variants[::-1]:
+                with servers.of(one) as server:
+                    for workload in warm_up:
+                        run_workload(server.url, workload, args.timeout, sample_every_s=0)
+                    for workload in chosen:
+                        server.post("/flush_cache", {})
+                        run = run_workload(server.url, workload, args.timeout)
+                        measures = measure(run.answers, run.seconds, run.samples)
+                        failed += measures["failed"]
+                        result["runs"].append(
+                            {
+                                "workload": workload.name,
+                                "variant": one.name,
+                                "variant_flags": list(one.flags),
+                                "round": round_,
+                                "measures": measures,
+                                "client": dataclasses.asdict(run.load),
+                                "samples": run.samples,
+                            }
+                        )
+                        args.out.write_text(json.dumps(result, indent=1) + "\n")
+                        print(
+                            f"[{len(result['runs'])}/{total}] round {round_} {one.name:10} {workload.name}: "
+                            f"{measures['sustained_tokens_per_s']:.1f} tok/s sustained, "
+                            f"{measures['decode_only']['tokens_per_s']:.1f} decode-only",
+                            flush=True,
+                        )
+                        for error in measures["errors"][:3]:
+                            print(f"  {error}", file=sys.stderr)
+    # In the order of the variants, whatever the order of the runs was: the first is the base of the ratios.
+    order = [one.name for one in variants]
+    result["runs"].sort(key=lambda run: (run["round"], order.index(run["variant"])))
+    result["summary"] = report.summary(result["runs"])
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(report.table(result["runs"]))
+    if args.plots is not None:
+        for path in report.plots(result, args.plots):
+            print(path)
+    return 1 if failed else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    split = argv.index("--") if "--" in argv else len(argv)
+    args = _argument_parser().parse_args(argv[:split])
+    try:
+        if args.self_test:
+            print(json.dumps(selftest.measure(), indent=1))
+            return 0
+        if args.compare is not None:
+            old, new = (json.loads(path.read_text()) for path in args.compare)
+            differences = report.compare(old, new)
+            for line in differences:
+                print(line)
+            print(f"{len(differences)} differences beyond the spread of the rounds")
+            return 1 if differences else 0
+        if args.model is None or args.out is None:
+            raise ValueError("MODEL and --out are needed")
+        if not (args.model / "config.json").is_file():
+            raise ValueError(f"{args.model} is no model: it has no config.json")
+        if args.rounds < 1:
+            raise ValueError("--rounds must be at least 1")
+        return serve(args, argv[split + 1 :])
+    except (ValueError, OSError, KeyError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except AssertionError as error:  # a server that did not start: the end of its log is in the message
+        lines = str(error).splitlines()
+        print("\n".join(lines[-12:]), file=sys.stderr)
+        print(f"error: {lines[0]}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

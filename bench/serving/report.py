@@ -1,0 +1,192 @@
+"""Tables, plots and the comparison of two results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+#: What is compared between variants and between results: name in a table, path in a run's measures, bigger is better.
+FIGURES = (
+    ("sustained tok/s", ("sustained_tokens_per_s",), True),
+    ("decode tok/s", ("decode_only", "tokens_per_s"), True),
+    ("TTFT p50 s", ("all", "ttft_s", "p50"), False),
+    ("TTFT p99 s", ("all", "ttft_s", "p99"), False),
+    ("TPOT p50 s", ("all", "tpot_s", "p50"), False),
+    ("TPOT p99 s", ("all", "tpot_s", "p99"), False),
+    ("E2E p50 s", ("all", "end_to_end_s", "p50"), False),
+    ("E2E p99 s", ("all", "end_to_end_s", "p99"), False),
+)
+#: Those that a regression check looks at: tails of a few dozen requests say nothing about a build.
+CHECKED = ("sustained tok/s", "decode tok/s")
+#: Two results may always differ by so much.
+FLOOR = 0.02
+
+
+def figure(measures: dict[str, Any], path: Sequence[str]) -> float | None:
+    value: Any = measures
+    for part in path:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def by_workload(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Measures of all rounds: workload -> variant -> rounds."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for run in runs:
+        found.setdefault(run["workload"], {}).setdefault(run["variant"], []).append(run["measures"])
+    return found
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per workload, variant and figure: median, lowest and highest of the rounds, ratio to the first variant.
+
+    The ratio is the median of the ratios within each round, where both have that round.
+    """
+    entries = []
+    for workload, variants in by_workload(runs).items():
+        first = next(iter(variants))
+        for variant, rounds in variants.items():
+            for name, path, _ in FIGURES:
+                values = [v for m in rounds if (v := figure(m, path)) is not None]
+                if not values:
+                    continue
+                base = [figure(m, path) for m in variants[first]]
+                ratios = [v / b for v, b in zip(values, base, strict=False) if b]
+                entries.append(
+                    {
+                        "workload": workload,
+                        "variant": variant,
+                        "figure": name,
+                        "median": statistics.median(values),
+                        "min": min(values),
+                        "max": max(values),
+                        "rounds": len(values),
+                        "ratio": statistics.median(ratios) if ratios else None,
+                    }
+                )
+    return entries
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """For people: one line per workload and variant."""
+    lines = []
+    entries = summary(runs)
+    for workload, variants in by_workload(runs).items():
+        lines.append(workload)
+        for variant, rounds in variants.items():
+            own = {e["figure"]: e for e in entries if (e["workload"], e["variant"]) == (workload, variant)}
+            parts = []
+            for name in ("sustained tok/s", "decode tok/s"):
+                if name in own:
+                    e = own[name]
+                    ratio = f" x{e['ratio']:.3f}" if e["ratio"] is not None else ""
+                    parts.append(f"{name} {e['median']:.1f} ({e['min']:.1f}-{e['max']:.1f}){ratio}")
+            for name in ("TTFT p50 s", "TTFT p99 s", "TPOT p50 s", "TPOT p99 s", "E2E p99 s"):
+                if name in own:
+                    parts.append(f"{name[:-2]} {own[name]['median']:.3g}")
+            last = rounds[-1]
+            failed = sum(m["failed"] for m in rounds)
+            host = last["host_output_tokens"] / max(1, last["output_tokens"])
+            parts.append(f"retracted {last['retractions']}, host tokens {host:.0%}, failed {failed}")
+            lines.append(f"  {variant:14} {'; '.join(parts)}")
+    return "\n".join(lines)
+
+
+def compare(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What differs between two results of the same runs by more than their rounds spread; empty: nothing.
+
+    Raises ValueError if they have no workload and variant in common.
+    """
+    before = {(e["workload"], e["variant"], e["figure"]): e for e in summary(old["runs"])}
+    after = {(e["workload"], e["variant"], e["figure"]): e for e in summary(new["runs"])}
+    common = [key for key in before if key in after and key[2] in CHECKED]
+    if not common:
+        raise ValueError("the two results have no workload and variant in common")
+    found = []
+    for key in common:
+        a, b = before[key], after[key]
+        allowed = max(FLOOR, *((e["max"] - e["min"]) / e["median"] for e in (a, b)))
+        change = b["median"] / a["median"] - 1
+        if abs(change) > allowed:
+            workload, variant, name = key
+            found.append(
+                f"{workload}, {variant}: {name} {a['median']:.4g} -> {b['median']:.4g} "
+                f"({change:+.1%}, allowed {allowed:.1%})"
+            )
+    return found
+
+
+def plots(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Load-latency curves, courses over time, ratios; as PNG. Raises ValueError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+
+    def save(figure_: Any, name: str) -> None:
+        figure_.tight_layout()
+        figure_.savefig(folder / name, dpi=110)
+        pyplot.close(figure_)
+        written.append(folder / name)
+
+    runs = result["runs"]
+    grouped = by_workload(runs)
+    rates = {w: float(w.split("rate=")[1].split(",")[0]) for w in grouped if w.startswith("poisson:")}
+    if len(rates) > 1:
+        wanted = [f for f in FIGURES if f[0] in ("TTFT p50 s", "TTFT p99 s", "TPOT p50 s", "TPOT p99 s", "E2E p99 s")]
+        wanted.append(FIGURES[0])
+        figure_, axes = pyplot.subplots(2, 3, figsize=(13, 7))
+        for (name, path, _), axis in zip(wanted, axes.flat, strict=True):
+            for variant in dict.fromkeys(run["variant"] for run in runs):
+                points = []
+                for workload, rate in sorted(rates.items(), key=lambda item: item[1]):
+                    values = [figure(m, path) for m in grouped[workload].get(variant, [])]
+                    kept = [value for value in values if value is not None]
+                    if kept:
+                        points.append((rate, statistics.median(kept)))
+                axis.plot(*zip(*points, strict=True), marker="o", label=variant)
+            axis.set_xlabel("requests per second")
+            axis.set_title(name)
+            axis.set_ylim(bottom=0)
+        axes.flat[0].legend()
+        save(figure_, "load_latency.png")
+    entries = [e for e in summary(runs) if e["figure"] in CHECKED and e["ratio"] is not None]
+    if len({e["variant"] for e in entries}) > 1:
+        names = list(dict.fromkeys(e["workload"] for e in entries))
+        figure_, axis = pyplot.subplots(figsize=(9, 1 + 0.5 * len(names)))
+        variants = list(dict.fromkeys(e["variant"] for e in entries))[1:]
+        height = 0.8 / max(1, len(variants) * len(CHECKED))
+        for i, (variant, name) in enumerate((v, c) for v in variants for c in CHECKED):
+            ratios = {e["workload"]: e["ratio"] for e in entries if (e["variant"], e["figure"]) == (variant, name)}
+            at = [names.index(w) - 0.4 + (i + 0.5) * height for w in ratios]
+            axis.barh(at, list(ratios.values()), height, label=f"{variant}, {name}")
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(names)), [name[:70] for name in names], fontsize=7)
+        axis.set_xlabel(f"ratio to {entries[0]['variant']}")
+        axis.legend(fontsize=7)
+        save(figure_, "ratios.png")
+    sampled = [run for run in runs if run["samples"]]
+    for workload in dict.fromkeys(run["workload"] for run in sampled):
+        figure_, axes = pyplot.subplots(3, 1, figsize=(9, 7), sharex=True)
+        for run in sampled:
+            if run["workload"] != workload:
+                continue
+            label = f"{run['variant']} {run['round']}"
+            for axis, name in zip(axes, ("num_running_reqs", "neo_host_running_reqs", "num_queue_reqs"), strict=True):
+                points = [(s["time"], s[name]) for s in run["samples"] if name in s]
+                if points:
+                    axis.plot(*zip(*points, strict=True), label=label)
+                axis.set_title(name.replace("_", " "), fontsize=8)
+        axes[-1].set_xlabel("seconds")
+        axes[0].legend(fontsize=7)
+        number = list(dict.fromkeys(run["workload"] for run in sampled)).index(workload)
+        figure_.suptitle(workload, fontsize=9)
+        save(figure_, f"timeline_{number}.png")
+    return written
