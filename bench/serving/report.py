@@ -175,14 +175,13 @@ def plots(result: dict[str, Any], folder: Path) -> list[Path]:
     sampled = [run for run in runs if run["samples"]]
     for workload in dict.fromkeys(run["workload"] for run in sampled):
         figure_, axes = pyplot.subplots(3, 1, figsize=(9, 7), sharex=True)
-        for run in sampled:
-            if run["workload"] != workload:
-                continue
+        own = [run for run in sampled if run["workload"] == workload]
+        for i, run in enumerate(own):
             label = f"{run['variant']} {run['round']}"
             for axis, name in zip(axes, ("num_running_reqs", "neo_host_running_reqs", "num_queue_reqs"), strict=True):
                 points = [(s["time"], s[name]) for s in run["samples"] if name in s]
                 if points:
-                    axis.plot(*zip(*points, strict=True), label=label)
+                    axis.plot(*zip(*points, strict=True), label=label, color=f"C{i}")
                 axis.set_title(name.replace("_", " "), fontsize=8)
         axes[-1].set_xlabel("seconds")
         axes[0].legend(fontsize=7)

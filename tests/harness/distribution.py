@@ -12,7 +12,8 @@ from typing import Any
 #: Patterns of test ids: what matches the same one runs in one process, in the usual order.
 TOGETHER = (
     r"tests/gpu/",  # a GPU's memory
-    r"tests/test_host_rows\.py",  # CPU workers of two processes at once would wait for one another's cores
+    # CPU workers of two processes at once would wait for one another's cores.
+    r"tests/(test_host_rows|test_recovery|test_timeline|hybrid/test_graphs)\.py",
     r"tests/server/test_(frontend|http)\.py",  # the server with the real model
     r"tests/server/(test_parallel\.py|test_signals\.py::test_sigterm_)",  # servers with the tiny model
 )

@@ -1,0 +1,238 @@
+"""The serving bench: workloads, measures, reports, and the whole driver once on the smallest workload."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.servers import error_lines
+from bench.serving import __main__ as serving
+from bench.serving import report, selftest
+from bench.serving.client import Answer, parse_metrics
+from bench.serving.measures import decode_only, latencies, measure, percentile, steady_window
+from bench.serving.workloads import WorkloadError, parse, parse_all
+
+# -- workloads ----------------------------------------------------------------------------------------------------
+
+
+def test_workloads_are_the_same_for_the_same_seed_only() -> None:
+    [one], [two], [other] = (parse("backlog:prompt=20,output=5,count=3", 1000, seed) for seed in (1, 1, 2))
+    assert one == two != other
+    assert [len(ask.prompt) for ask in one.asks] == [20] * 3 and one.concurrency == 3
+    assert all(len(set(ask.prompt)) > 10 for ask in one.asks), "never one token repeated"
+    assert all(3 <= token < 1000 for ask in one.asks for token in ask.prompt)
+
+
+def test_poisson_arrivals_have_their_rate() -> None:
+    [workload] = parse("poisson:rate=50,prompt=1,output=1,count=2000", 100)
+    times = [ask.at for ask in workload.asks]
+    assert times == sorted(times) and times[0] == 0 and workload.concurrency is None
+    assert 1999 / times[-1] == pytest.approx(50, rel=0.1)
+
+
+def test_each_kind_of_workload() -> None:
+    sweep = parse("sweep:rates=1/2.5,prompt=4,output=2,count=3", 100)
+    assert [w.name.split(",")[0] for w in sweep] == ["poisson:rate=1", "poisson:rate=2.5"]
+    grid = parse("grid:prompts=4/8,outputs=1/2,count=2", 100)
+    assert [(len(w.asks[0].prompt), w.asks[0].output_tokens) for w in grid] == [(4, 1), (4, 2), (8, 1), (8, 2)]
+    [trace] = parse("trace:count=50,speed=2,longest=500", 100)
+    assert len(trace.asks) == 50 and trace.asks[10].at > trace.asks[1].at > 0
+    assert all(1 <= len(ask.prompt) <= 500 for ask in trace.asks)
+    [slow] = parse("trace:count=50,longest=500", 100)
+    assert slow.asks[10].at == pytest.approx(2 * trace.asks[10].at)
+    [lengths] = parse("lengths:count=20,rate=3", 100)
+    assert len({len(ask.prompt) for ask in lengths.asks}) > 5
+    [prefixes] = parse("prefixes:prefixes=2,prefix=30,suffix=5,output=1,count=6", 100)
+    starts = [ask.prompt[:30] for ask in prefixes.asks]
+    assert len(set(starts)) == 2 and len({ask.prompt for ask in prefixes.asks}) == 6
+    [chat] = parse("chat:users=2,turns=3,prompt=5,output=1", 100)
+    assert [ask.after for ask in chat.asks] == [None, None, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("marathon", "no workload 'marathon'"),
+        ("backlog:prompts=5", "knows prompt, output"),
+        ("backlog:prompt=zero", "zero"),
+        ("backlog:prompt=0", "at least one token"),
+        ("poisson:rate=0", "greater than 0"),
+        ("trace:name=nothing", "there are azure_conv_2023, openai_summaries"),
+        ("trace:name=openai_summaries", "no arrival times"),
+        ("trace:count=1000000", "has 3000 requests"),
+    ],
+)
+def test_a_workload_that_makes_no_sense(text: str, said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        parse_all([text], 100)
+
+
+# -- measures -----------------------------------------------------------------------------------------------------
+
+
+def answer(index: int, sent: float, first: float, step: float, tokens: int, on_host: int = 0) -> Answer:
+    times = [first + i * step for i in range(tokens)]
+    return Answer(index, 10, sent, times, on_host=[0] * (tokens - on_host) + [1] * on_host, output_ids=[5] * tokens)
+
+
+def test_percentiles() -> None:
+    assert percentile([4, 1, 3, 2], 0.5) == 2.5 and percentile([7], 0.99) == 7 and percentile([1, 2], 1.0) == 2
+
+
+def test_latencies() -> None:
+    found = latencies([answer(0, 1.0, 1.5, 0.1, 11), answer(1, 2.0, 2.7, 0.2, 11)])
+    assert found["requests"] == 2
+    assert found["ttft_s"]["mean"] == pytest.approx(0.6)
+    assert found["tpot_s"]["mean"] == pytest.approx(0.15)
+    assert found["end_to_end_s"]["p50"] == pytest.approx((1.5 + 2.7) / 2)
+    assert latencies([])["ttft_s"] is None
+
+
+def test_decode_only_is_requests_over_step_time() -> None:
+    """Ten requests at 0.1 s a token, with one long pause for somebody's prefill: the pause does not count."""
+    answers = [answer(i, 0.0, 1.0, 0.1, 100) for i in range(10)]
+    for a in answers:
+        a.token_times[50:] = [t + 5.0 for t in a.token_times[50:]]
+    found = decode_only(answers)
+    assert found["window_s"] == pytest.approx([1.0, 15.9])
+    assert found["tokens_per_s"] == pytest.approx(100, rel=1e-6)
+    sustained = measure(answers, 20.0, [])["sustained_tokens_per_s"]
+    assert sustained == pytest.approx(1000 / 15.9)
+
+
+def test_classes_are_told_apart() -> None:
+    answers = [*(answer(i, 0.0, 1.0, 0.1, 50) for i in range(4)), answer(4, 0.0, 1.0, 0.4, 12, on_host=11)]
+    found = measure(answers, 10.0, [])
+    assert found["host"]["requests"] == 1 and found["device"]["requests"] == 4
+    assert found["host_output_tokens"] == 11 and found["output_tokens"] == 212
+    assert found["decode_only"]["step_s"] == pytest.approx({"device": 0.1, "host": 0.4})
+    assert found["host"]["tpot_s"]["p50"] == pytest.approx(0.4)
+
+
+def test_the_steady_window_leaves_out_the_ends() -> None:
+    answers = [answer(i, 0.0, 1.0 + i, 1.0, 21) for i in range(10)]
+    begin, end = steady_window(answers)
+    assert begin == 8.0 and end == 23.0
+    assert steady_window([]) == (0.0, 0.0)
+
+
+def test_failures_are_counted() -> None:
+    bad = Answer(3, 10, error="HTTP 500")
+    found = measure([bad, answer(0, 0.0, 1.0, 0.1, 5)], 2.0, [])
+    assert found["failed"] == 1 and found["errors"] == ["request 3: HTTP 500"] and found["all"]["requests"] == 1
+
+
+def test_metrics_are_summed_over_ranks() -> None:
+    page = (
+        '# HELP sglang:num_running_reqs x\nsglang:num_running_reqs{tp_rank="0"} 3.0\n'
+        'sglang:num_running_reqs{tp_rank="1"} 2.0\nsglang:neo_host_tokens_total{a="b"} 7\nsglang:other 5\n'
+    )
+    assert parse_metrics(page) == {"num_running_reqs": 5.0, "neo_host_tokens_total": 7.0}
+
+
+# -- reports ------------------------------------------------------------------------------------------------------
+
+
+def result(factor: float = 1.0, jitter: float = 0.01) -> dict[str, Any]:
+    runs = []
+    for round_ in range(3):
+        for variant, speed in (("plain", 1.0), ("neo", 1.2)):
+            step = 0.1 / (speed * factor * (1 + jitter * (round_ - 1)))
+            measures = measure([answer(i, 0.0, 1.0, step, 50) for i in range(4)], 10.0, [])
+            samples = [{"time": float(i), "num_running_reqs": float(i)} for i in range(3)]
+            for rate in ("1", "2"):
+                workload = f"poisson:rate={rate},count=4"
+                runs.append(
+                    {
+                        "workload": workload,
+                        "variant": variant,
+                        "round": round_,
+                        "measures": measures,
+                        "samples": samples,
+                    }
+                )
+    return {"runs": runs}
+
+
+def test_the_summary_has_ratios_to_the_first_variant() -> None:
+    entries = {(e["variant"], e["figure"]): e for e in report.summary(result()["runs"])}
+    assert entries["plain", "decode tok/s"]["ratio"] == 1.0
+    assert entries["neo", "decode tok/s"]["ratio"] == pytest.approx(1.2)
+    assert entries["neo", "decode tok/s"]["rounds"] == 3
+    text = report.table(result()["runs"])
+    assert "poisson:rate=1" in text and "x1.200" in text
+
+
+def test_a_change_beyond_the_spread_is_found() -> None:
+    assert report.compare(result(), result(1.01)) == []
+    found = report.compare(result(), result(0.9))
+    assert found and all("-" in line for line in found) and "decode tok/s" in found[-1]
+    assert report.compare(result(jitter=0.1), result(0.9, jitter=0.1)) == [], "their rounds differ by as much"
+    with pytest.raises(ValueError, match="in common"):
+        report.compare(result(), {"runs": []})
+
+
+def test_plots(tmp_path: Path) -> None:
+    names = {path.name for path in report.plots(result(), tmp_path)}
+    assert names == {"load_latency.png", "ratios.png", "timeline_0.png", "timeline_1.png"}
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+# -- the driver ---------------------------------------------------------------------------------------------------
+
+
+def test_the_client_loses_nothing_at_full_speed() -> None:
+    found = selftest.measure(streams=8, tokens=50)
+    assert found["chunks_per_second"] > 0 and 0 < found["client_cpu_share"] <= 1.1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "MODEL and --out are needed"),
+        (["nowhere", "--out", "x.json"], "nowhere is no model"),
+        (["MODEL", "--out", "x.json", "--variant", "fast"], "no variant 'fast'"),
+        (["MODEL", "--out", "x.json", "--workload", "marathon"], "no workload"),
+        (["MODEL", "--out", "x.json", "--rounds", "0"], "--rounds"),
+        (["--compare", "a.json", "b.json"], "a.json"),
+    ],
+)
+def test_bad_input(tiny: Callable[..., Path], capsys: pytest.CaptureFixture, argv: list[str], said: str) -> None:
+    assert serving.main([str(tiny("llama")) if part == "MODEL" else part for part in argv]) == 2
+    [line] = error_lines(capsys.readouterr().err)
+    assert said in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU device: set CUDA_VISIBLE_DEVICES=''")
+def test_the_whole_driver(tiny: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    out = tmp_path / "result.json"
+    argv = [str(tiny("llama")), "--out", str(out), "--rounds", "1", "--together", "--logs", str(tmp_path / "logs")]
+    argv += [
+        "--workload",
+        "backlog:prompt=60,output=24,count=8",
+        "--workload",
+        "chat:users=2,turns=2,prompt=9,output=5",
+    ]
+    argv += ["--warm-up", "backlog:prompt=8,output=2,count=2", "--plots", str(tmp_path / "plots")]
+    flags = ["--device", "cpu", "--dtype", "float32", "--skip-tokenizer-init", "--max-total-tokens", "256"]
+    code = serving.main([*argv, "--", *flags, "--skip-server-warmup"])
+    assert code == 0, capfd.readouterr().err
+    found = json.loads(out.read_text())
+    assert {"machine", "date", "commit", "command", "versions", "runs", "summary"} <= set(found)
+    runs = {(run["variant"], run["workload"].split(":")[0]): run for run in found["runs"]}
+    assert set(runs) == {(v, w) for v in ("plain", "neo") for w in ("backlog", "chat")}
+    for (variant, workload), run in runs.items():
+        measures = run["measures"]
+        assert measures["failed"] == 0 and measures["output_tokens"] == (8 * 24 if workload == "backlog" else 4 * 5)
+        assert (measures["host_output_tokens"] > 0) == (variant == "neo" and workload == "backlog"), (variant, workload)
+        assert measures["sustained_tokens_per_s"] > 0 and run["client"]["cpu_share"] < 1
+    chat = runs["plain", "chat"]["measures"]
+    assert chat["prompt_tokens"] == 2 * 9 + 2 * (9 + 5 + 9), "a turn has all before it in its prompt"
+    host = runs["neo", "backlog"]["measures"]
+    assert host["host"]["requests"] + host["device"]["requests"] == 8 and host["host"]["tpot_s"]["p50"] > 0
+    assert "x1.000" in capfd.readouterr().out
