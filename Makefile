@@ -4,6 +4,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
+BENCH_MODEL ?= $(MODEL)
+# A pool so small that requests of the small set go to the host.
+BENCH_SET = $(if $(filter cpu,$(DEVICE)),--set small --rounds 1 --together -- --device cpu --dtype float32 --max-total-tokens 768,--set full --rounds 2 --)
 VENV   ?= .venv
 HOST   ?= 127.0.0.1
 PORT   ?= 30000
@@ -99,10 +102,11 @@ test: setup  ## run the tests (TEST_WORKERS=2 PYTEST_ARGS="...")
 test-all: setup  ## run the slow tests too
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
-bench: setup  ## how fast the CPU kernels are, into bench/results/local (BENCH_ARGS="...")
+bench: setup  ## CPU kernels, then plain SGLang against ours, into bench/results/local (BENCH_MODEL=... BENCH_ARGS="...")
 	@mkdir -p bench/results/local
-	@$(BIN)/python -m cpu_kernels.bench --json bench/results/local/kernels.json --plot bench/results/local/kernels.png \
-	  $(BENCH_ARGS)
+	@$(BIN)/python -m cpu_kernels.bench --json bench/results/local/kernels.json --plot bench/results/local/kernels.png
+	@$(BIN)/python -m bench.serving '$(BENCH_MODEL)' --out bench/results/local/serving.json --plots bench/results/local \
+	  $(BENCH_SET) $(BENCH_ARGS)
 
 sanitize:  ## C++ tests under ASan, UBSan and TSan (SANITIZERS="asan tsan")
 	@bash cpu_kernels/sanitize.sh $(SANITIZERS)

@@ -2,26 +2,12 @@
 # On a CUDA machine that has torch but no package registry: build, check and measure in one go.
 #   BUNDLE=folder OUT=folder SGLANG_NEO_COMMIT=... bench/gpu_check.sh [decode rounds] [pytest options]
 # 0 decode rounds: tests only.
-# BUNDLE holds an unpack.sh that puts SGLang's packages on PYTHONPATH; leave it out where SGLang is installed.
-# Everything goes to OUT as it is made, so that a run that is cut short leaves what it had.
+# BUNDLE, OUT: see bench/gpu_setup.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 rounds=${1:-7}
 shift || true
-status=0
-mkdir -p "$OUT"
-log() { echo "[$(date +%T)] $*"; }
-
-if [ -n "${BUNDLE:-}" ]; then . "$BUNDLE/unpack.sh"; fi
-log "building sglang_neo"
-site=$(mktemp -d)
-python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . || exit 1
-export PYTHONPATH="$site:${PYTHONPATH:-}"
-
-# The installed package, not the source tree, must be what runs: go on elsewhere.
-work=$(mktemp -d)
-cp -r bench tests pyproject.toml "$work"
-cd "$work"
+. bench/gpu_setup.sh
 { nvidia-smi; python3 -m cpu_kernels.info; } > "$OUT/machine.txt" 2>&1
 tail -12 "$OUT/machine.txt"
 

@@ -1,26 +1,11 @@
 #!/usr/bin/env bash
 # The CPU kernels on a machine that has no package registry: build, test and measure in one go.
 #   [BUNDLE=folder] OUT=folder SGLANG_NEO_COMMIT=... bench/gpu_kernels.sh [test|bench|all]
-# BUNDLE holds an unpack.sh that puts what the tests need on PYTHONPATH; leave it out where all is installed.
-# Everything goes to OUT as it is made, so that a run that is cut short leaves what it had.
+# BUNDLE, OUT: see bench/gpu_setup.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-all}
-status=0
-mkdir -p "$OUT"
-log() { echo "[$(date +%T)] $*"; }
-
-if [ -n "${BUNDLE:-}" ]; then . "$BUNDLE/unpack.sh"; fi
-log "building cpu_kernels"
-site=$(mktemp -d)
-python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . 2>&1 | tail -5
-[ -d "$site/cpu_kernels" ] || exit 1
-export PYTHONPATH="$site:${PYTHONPATH:-}"
-
-# The installed package, not the source tree, must be what runs: go on elsewhere.
-work=$(mktemp -d)
-cp -r tests pyproject.toml cpu_kernels/src "$work"
-cd "$work"
+. bench/gpu_setup.sh
 { lscpu; python3 -m cpu_kernels.info; } > "$OUT/machine.txt" 2>&1
 tail -40 "$OUT/machine.txt"
 

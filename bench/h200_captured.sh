@@ -1,22 +1,11 @@
 #!/usr/bin/env bash
 # Steps with host rows in CUDA graphs, on a CUDA machine that has torch but no package registry: build, check, measure.
 #   BUNDLE=folder OUT=folder SGLANG_NEO_COMMIT=... bench/h200_captured.sh [layers of the 8B shape, default 32]
-# BUNDLE holds an unpack.sh that puts SGLang's packages on PYTHONPATH; leave it out where SGLang is installed.
+# BUNDLE, OUT: see bench/gpu_setup.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 layers=${1:-32}
-status=0
-mkdir -p "$OUT"
-log() { echo "[$(date +%T)] $*"; }
-if [ -n "${BUNDLE:-}" ]; then . "$BUNDLE/unpack.sh"; fi
-log "building"
-site=$(mktemp -d)
-python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . 2>&1 | tail -5
-[ -d "$site/sglang_neo" ] || exit 1
-export PYTHONPATH="$site:${PYTHONPATH:-}"
-work=$(mktemp -d)
-cp -r bench tests pyproject.toml "$work"
-cd "$work"
+. bench/gpu_setup.sh
 model=${TMPDIR:-/tmp}/random-8b-$layers
 [ -d "$model" ] || python3 -m bench.random_model bench/shapes/llama-3.1-8b.json "$model" --layers "$layers" \
   > "$OUT/model.txt" 2>&1 & making=$!

@@ -1,23 +1,12 @@
 #!/usr/bin/env bash
 # Host rows on a CUDA machine that has torch but no package registry: build, check the copies, compare log-probabilities.
 #   BUNDLE=folder OUT=folder SGLANG_NEO_COMMIT=... bench/h200_host_rows.sh [layers of the 8B shape, default 32] [more flags]
-# BUNDLE holds an unpack.sh that puts SGLang's packages on PYTHONPATH; leave it out where SGLang is installed.
+# BUNDLE, OUT: see bench/gpu_setup.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 layers=${1:-32}
 shift || true
-status=0
-mkdir -p "$OUT"
-log() { echo "[$(date +%T)] $*"; }
-if [ -n "${BUNDLE:-}" ]; then . "$BUNDLE/unpack.sh"; fi
-log "building"
-site=$(mktemp -d)
-python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . 2>&1 | tail -5
-[ -d "$site/sglang_neo" ] || exit 1
-export PYTHONPATH="$site:${PYTHONPATH:-}"
-work=$(mktemp -d)
-cp -r bench tests pyproject.toml "$work"
-cd "$work"
+. bench/gpu_setup.sh
 if [ -n "${KERNELS:-}" ]; then
   log "CPU kernels"
   timeout 60 python3 -m cpu_kernels.calibration > "$OUT/calibration.txt" 2>&1

@@ -1,0 +1,22 @@
+# To be sourced by the scripts for a CUDA machine that has torch but no package registry, from the project's folder, with
+#   OUT      folder for everything that is made, as it is made, so that a run that is cut short leaves what it had
+#   BUNDLE   folder with an unpack.sh that puts SGLang's packages on PYTHONPATH; not set where SGLang is installed
+# Builds the project, and goes on in a folder without its source tree: the installed package must be what runs.
+# Afterwards: log MESSAGE, shape NAME (a folder with only that config.json), and status, 0 so far.
+status=0
+mkdir -p "$OUT"
+log() { echo "[$(date +%T)] $*"; }
+if [ -n "${BUNDLE:-}" ]; then . "$BUNDLE/unpack.sh"; fi
+log "building"
+site=$(mktemp -d)
+python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . 2>&1 | tail -5
+[ -d "$site/sglang_neo" ] || exit 1
+export PYTHONPATH="$site:${PYTHONPATH:-}"
+work=$(mktemp -d)
+cp -r bench tests pyproject.toml cpu_kernels/src "$work"
+cd "$work" || exit 1
+shape() {
+  mkdir -p "$work/shapes/$1"
+  cp "bench/shapes/$1.json" "$work/shapes/$1/config.json"
+  echo "$work/shapes/$1"
+}
