@@ -1,0 +1,103 @@
+"""Random traffic for a long time: arrivals, aborts, migrations, shared prefixes, failures of the CPU side, both pools
+full at times; both pools checked after every step, answers compared with the same requests alone.
+
+CI runs some hundred steps; ``NEO_TEST_STEPS=10000 NEO_TEST_SEEDS=1 pytest tests/test_traffic.py`` is the long version.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.planning.placement import Rules
+from tests.harness.exact import assert_exact
+from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request
+from tests.harness.traffic import RandomMoves, random_prompt, tokens
+
+if torch.cuda.is_available():
+    pytest.skip("these tests run on the CPU device: set CUDA_VISIBLE_DEVICES=''", allow_module_level=True)
+
+STEPS = int(os.environ.get("NEO_TEST_STEPS", "300"))
+#: Requests are handed in in rounds of about so many steps; the radix cache lives on from round to round.
+ROUND = 400
+#: One answer in so many is compared with the same request alone.
+COMPARED = 4
+
+
+def round_of_requests(rng: random.Random, prefixes: list[list[int]], number: int) -> list[Request]:
+    requests, step = [], 0
+    while step < ROUND:
+        step += int(rng.expovariate(0.15))
+        start = rng.choice(prefixes)[: rng.randrange(10, 90)] if rng.random() < 0.5 else []
+        prompt = start + random_prompt(rng, rng.randrange(1, 80))
+        answer = rng.choice([1, 3, 20, 60, 90])
+        abort = step + rng.randrange(0, 60) if rng.random() < 0.2 else None
+        requests.append(Request(f"{number}-{len(requests):04}", prompt, answer, arrive=step, abort=abort))
+    return requests
+
+
+class SometimesRefuses:
+    """The hand-off service takes no step now and then."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, rate: float = 0.01):
+        self._rng, self._rate, self.refused = random.Random(seed), rate, 0
+        own = HostAttention._descriptor
+
+        def descriptor(attention: Any, rows: Any, number: int) -> Any:
+            if self._rng.random() < self._rate:
+                self.refused += 1
+                raise RuntimeError("refused by the test")
+            return own(attention, rows, number)
+
+        monkeypatch.setattr(HostAttention, "_descriptor", descriptor)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("NEO_TEST_SEEDS", "2"))))
+@pytest.mark.timeout(max(300, STEPS))
+def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    prefixes = [random_prompt(rng, 90) for _ in range(3)]
+    options: dict[str, Any] = {
+        "page_size": rng.choice([1, 16]),
+        "max_total_tokens": 768,
+        "max_running_requests": 20,
+        "chunked_prefill_size": rng.choice([64, 512]),
+        "disable_overlap_schedule": seed % 2 == 1,
+        "neo_host_kv_size": 10 * 64 * 2 * 2 * 16 * 3 * 4 / 1e9,  # ten pages
+    }
+    print(f"seed {seed}: {options}")
+    moves, refusals = RandomMoves(seed, rate=0.03), SometimesRefuses(seed, monkeypatch)
+    compared: list[Request] = []
+    got: dict[str, list[int]] = {}
+    steps = rounds = retractions = 0
+    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
+        manager, recovery = scheduler.scheduler.token_manager, scheduler.scheduler.recovery
+        scheduler.scheduler.placement.rules = Rules(pause_steps=2, cooldown_steps=6, return_steps=16)
+        before = manager.host_usage()
+        while steps < STEPS:
+            requests = round_of_requests(rng, prefixes, rounds)
+            results = scheduler.run(requests, moves)
+            steps, rounds = steps + scheduler.steps, rounds + 1
+            retractions += sum(result.retractions for result in results.values())
+            finished = [r for r in requests if results[r.name].finish == "length"]
+            assert all(len(results[r.name].tokens) == r.max_new_tokens for r in finished)
+            kept = finished[::COMPARED]
+            compared += kept
+            got |= {name: found for name, found in tokens(results).items() if name in {r.name for r in kept}}
+            manager.reclaim()
+            assert manager.host_usage() == before and not manager.host_rows(), "host memory is free between rounds"
+        moved = manager.migrations
+    print(f"{steps} steps, {len(compared)} answers compared, {moved}, {retractions} retractions, "
+          f"{recovery.failed_steps} failed steps")  # fmt: skip
+    assert moved.to_host > 20 and moved.to_device > 5 and moves.host_steps > STEPS / 10
+    assert recovery.failed_steps == refusals.refused
+    with InProcessRunner("plain", tiny("llama")) as runner:
+        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in compared}
+    assert_exact(alone, got)
