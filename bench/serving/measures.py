@@ -133,14 +133,14 @@ def measure(answers: Sequence[Answer], seconds: float, samples: Sequence[dict[st
 
 
 def server_side(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    """From samples of /metrics: means and peaks of gauges, growth of counters."""
+    """From samples of /metrics: means and peaks of gauges, growth of counters (absent until they first count)."""
     if not samples:
         return {}
     found: dict[str, float] = {}
     for name in sorted({key for sample in samples for key in sample} - {"time"}):
         values = [sample[name] for sample in samples if name in sample]
         if name.endswith("_total"):
-            found[name.removesuffix("_total")] = values[-1] - values[0]
+            found[name.removesuffix("_total")] = values[-1] - samples[0].get(name, 0.0)
         else:
             found[f"{name}_mean"], found[f"{name}_max"] = statistics.fmean(values), max(values)
     return found

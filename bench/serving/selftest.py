@@ -47,7 +47,8 @@ def _serve(pipe: Connection) -> None:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for i in range(1, body["sampling_params"]["max_new_tokens"] + 1):
-            event = {"output_ids": [i], "meta_info": {"completion_tokens": i, "num_retractions": 0}}
+            # As heavy as a server's: it sends all ids so far in each event, unless told otherwise.
+            event = {"output_ids": list(range(i)), "meta_info": {"completion_tokens": i, "num_retractions": 0}}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
