@@ -27,8 +27,10 @@ for name in "${shapes[@]}"; do
     *) echo "error: no shape $name: there are 8b, 8b-capped, 70b-20, 70b" >&2; exit 2 ;;
   esac
   log "$name"
-  timeout "${SECONDS_PER_SHAPE:-540}" python3 -m bench.serving "$(shape $model)" --out "$OUT/serving_$name.json" \
-    --logs "$work/logs-$name" --rounds "${ROUNDS:-2}" "${variants[@]}" \
+  seconds=${SECONDS_PER_SHAPE:-540}
+  # No run begins in the last third; one that still takes too long is stopped, and its servers with it.
+  timeout --kill-after=60 "$seconds" python3 -m bench.serving "$(shape $model)" --out "$OUT/serving_$name.json" \
+    --logs "$work/logs-$name" --rounds "${ROUNDS:-2}" "${variants[@]}" --time-limit $((seconds * 2 / 3)) \
     --workload "backlog:prompt=900,output=200,count=$rows,concurrency=$rows" \
     --workload "sweep:rates=$rates,prompt=900,output=200,count=${COUNT:-40}" "${more[@]}" -- \
     "${common[@]}" --cuda-graph-max-bs "$rows" --max-running-requests "$rows" "${flags[@]}" 2>&1 \

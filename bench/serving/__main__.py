@@ -2,7 +2,8 @@
 
     python -m bench.serving MODEL --out FILE.json [--variant plain --variant neo ...] [--workload TEXT ...]
                             [--rounds 3] [--together] [--plots FOLDER] [-- flags for every server]
-    python -m bench.serving --compare OLD.json NEW.json
+    python -m bench.serving --compare OLD.json NEW.json [--spread 0.05]
+    python -m bench.serving --compare RESULT.json --spread 0.05         whether its own rounds agree
     python -m bench.serving --self-test
 
 Variants are plain (SGLang), neo (ours), neo:MODE (``--neo-mode MODE``), each with flags of its own after an equals
@@ -11,7 +12,8 @@ variants on all workloads; the order of the variants turns round from round to r
 up at the same time and only one is asked at a time: right for small models, where a start takes longer than a run. The
 result is written after every run, so one that is cut short leaves what it had.
 
-Exit codes: 0; 1 a request failed, or --compare found a difference; 2 bad input, or a server did not start.
+Exit codes: 0; 1 a request failed, or --compare found a difference; 2 bad input, or a server did not start; 128 + n
+when signal n stopped it. Servers are stopped in each case.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
+import re
 import shlex
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +62,8 @@ SETS = {"small": SMALL, "full": FULL}
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
+    """``name`` is all that was written, flags included: two variants may differ in nothing else."""
+
     name: str
     entry: tuple[str, ...]
     flags: tuple[str, ...]
@@ -63,14 +71,14 @@ class Variant:
 
 def variant(text: str) -> Variant:
     """Raises ValueError if there is none of that name."""
-    name, _, own = text.partition("=")
+    server, _, own = text.partition("=")
     flags = tuple(shlex.split(own))
-    if name == "plain":
-        return Variant(name, PLAIN, flags)
-    kind, _, mode = name.partition(":")
+    if server == "plain":
+        return Variant(text, PLAIN, flags)
+    kind, _, mode = server.partition(":")
     if kind == "neo":
-        return Variant(name, NEO, (*(("--neo-mode", mode) if mode else ()), "--neo-report-host-rows", *flags))
-    raise ValueError(f"no variant {name!r}: there are plain, neo and neo:MODE")
+        return Variant(text, NEO, (*(("--neo-mode", mode) if mode else ()), "--neo-report-host-rows", *flags))
+    raise ValueError(f"no variant {server!r}: there are plain, neo and neo:MODE")
 
 
 class Servers:
@@ -93,7 +101,7 @@ class Servers:
 
     @contextlib.contextmanager
     def _started(self, chosen: Variant) -> Iterator[Server]:
-        folder = self._logs / chosen.name.replace(":", "-")
+        folder = self._logs / re.sub(r"[^\w.]+", "-", chosen.name).strip("-")
         folder.mkdir(parents=True, exist_ok=True)
         spec = ServerSpec(self._model, ("--enable-metrics", *self._common, *chosen.flags), chosen.entry)
         print(f"starting {chosen.name}", flush=True)
@@ -126,7 +134,13 @@ def _argument_parser() -> argparse.ArgumentParser:
         "--warm-up", default="backlog:prompt=32,output=8,count=4", help="sent before each server's runs"
     )
     parser.add_argument("--logs", type=Path, help="of the servers; default: a temporary folder")
-    parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"))
+    parser.add_argument(
+        "--time-limit", type=float, default=float("inf"), help="seconds after which no further run is begun"
+    )
+    parser.add_argument(
+        "--compare", type=Path, nargs="+", metavar="RESULT", help="two results; or one, whose rounds are compared"
+    )
+    parser.add_argument("--spread", type=float, help="fraction by which compared figures may differ")
     parser.add_argument("--self-test", action="store_true", help="how many chunks a second this client can take")
     return parser
 
@@ -136,14 +150,45 @@ def _vocabulary(model: Path) -> int:
     return int(config.get("text_config", config)["vocab_size"])
 
 
+def save(result: dict[str, Any], path: Path) -> None:
+    """At once or not at all: whoever stops this program finds the result of the runs before."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def compare(paths: Sequence[Path], spread: float | None) -> int:
+    """Prints what differs; returns the exit code. Raises ValueError for results that cannot be compared."""
+    results = [json.loads(path.read_text()) for path in paths]
+    for path, result in zip(paths, results, strict=True):
+        if not isinstance(result, dict) or not isinstance(result.get("runs"), list):
+            raise ValueError(f"{path} is no result of this bench")
+    if len(results) == 1:
+        if spread is None:
+            raise ValueError("--compare with one result needs --spread")
+        differences = report.uneven(results[0], spread)
+    elif len(results) == 2:
+        differences = report.compare(results[0], results[1], spread)
+    else:
+        raise ValueError("--compare takes one result or two")
+    for line in differences:
+        print(line)
+    print(f"{len(differences)} differences beyond {'the spread of the rounds' if spread is None else f'{spread:.1%}'}")
+    return 1 if differences else 0
+
+
 def serve(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    variants = [variant(text) for text in args.variant or ("plain", "neo")]
+    named = args.variant or ("plain", "neo")
+    if len(set(named)) < len(named):
+        raise ValueError("a variant is given twice")
+    variants = [variant(text) for text in named]
     texts = [*(SETS[args.set] if args.set else ()), *args.workload] or list(SMALL)
     vocabulary = args.vocabulary or _vocabulary(args.model)
     chosen = workloads.parse_all(texts, vocabulary, args.seed)
     warm_up = workloads.parse_all([args.warm_up], vocabulary, args.seed + 1)
     result: dict[str, Any] = {**provenance(), "model": args.model.name, "flags": list(flags), "runs": []}
     failed = 0
+    deadline = time.monotonic() + args.time_limit
     with contextlib.ExitStack() as stack:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = Servers(args.model, flags, logs, args.together)
@@ -151,10 +196,14 @@ def serve(args: argparse.Namespace, flags: Sequence[str]) -> int:
         total = args.rounds * len(variants) * len(chosen)
         for round_ in range(args.rounds):
             for one in variants if round_ % 2 == 0 else variants[::-1]:
+                if time.monotonic() >= deadline:
+                    break
                 with servers.of(one) as server:
                     for workload in warm_up:
                         run_workload(server.url, workload, args.timeout, sample_every_s=0)
                     for workload in chosen:
+                        if time.monotonic() >= deadline:
+                            break
                         server.post("/flush_cache", {})
                         run = run_workload(server.url, workload, args.timeout)
                         measures = measure(run.answers, run.seconds, run.samples)
@@ -167,28 +216,55 @@ def serve(args: argparse.Namespace, flags: Sequence[str]) -> int:
                                 "round": round_,
                                 "measures": measures,
                                 "client": dataclasses.asdict(run.load),
+                                "neo": server.info().get("neo"),
                                 "samples": run.samples,
                             }
                         )
-                        args.out.write_text(json.dumps(result, indent=1) + "\n")
+                        save(result, args.out)
                         print(
                             f"[{len(result['runs'])}/{total}] round {round_} {one.name:10} {workload.name}: "
                             f"{measures['sustained_tokens_per_s']:.1f} tok/s sustained, "
-                            f"{measures['decode_only']['tokens_per_s']:.1f} decode-only",
+                            f"{measures['decode_only']['tokens_per_s']:.1f} decode-only; "
+                            f"client {run.load.cpu_share:.0%} busy",
                             flush=True,
                         )
+                        if not run.load.keeps_up():
+                            print("  the client was too busy to measure a server", file=sys.stderr)
                         for error in measures["errors"][:3]:
                             print(f"  {error}", file=sys.stderr)
     # In the order of the variants, whatever the order of the runs was: the first is the base of the ratios.
     order = [one.name for one in variants]
     result["runs"].sort(key=lambda run: (run["round"], order.index(run["variant"])))
     result["summary"] = report.summary(result["runs"])
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, args.out)
+    if len(result["runs"]) < total:
+        print(f"--time-limit: {len(result['runs'])} of {total} runs were made")
     print(report.table(result["runs"]))
     if args.plots is not None:
         for path in report.plots(result, args.plots):
             print(path)
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT leave by an exception, so that servers are stopped on the way; later ones must not cut that
+    short."""
+
+    def leave(signum: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        print(f"error: stopped by {signal.Signals(signum).name}", file=sys.stderr)
+        raise SystemExit(128 + signum)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    for each in before:
+        signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,19 +276,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(selftest.measure(), indent=1))
             return 0
         if args.compare is not None:
-            old, new = (json.loads(path.read_text()) for path in args.compare)
-            differences = report.compare(old, new)
-            for line in differences:
-                print(line)
-            print(f"{len(differences)} differences beyond the spread of the rounds")
-            return 1 if differences else 0
+            return compare(args.compare, args.spread)
         if args.model is None or args.out is None:
             raise ValueError("MODEL and --out are needed")
         if not (args.model / "config.json").is_file():
             raise ValueError(f"{args.model} is no model: it has no config.json")
         if args.rounds < 1:
             raise ValueError("--rounds must be at least 1")
-        return serve(args, argv[split + 1 :])
+        if not args.out.parent.is_dir():
+            raise ValueError(f"{args.out.parent} is no folder")
+        with stopped_by_signals():
+            return serve(args, argv[split + 1 :])
     except (ValueError, OSError, KeyError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

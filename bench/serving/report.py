@@ -31,11 +31,11 @@ def figure(measures: dict[str, Any], path: Sequence[str]) -> float | None:
     return value
 
 
-def by_workload(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Measures of all rounds: workload -> variant -> rounds."""
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+def by_workload(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[int, dict[str, Any]]]]:
+    """Measures of all rounds: workload -> variant -> round."""
+    found: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
     for run in runs:
-        found.setdefault(run["workload"], {}).setdefault(run["variant"], []).append(run["measures"])
+        found.setdefault(run["workload"], {}).setdefault(run["variant"], {})[run["round"]] = run["measures"]
     return found
 
 
@@ -49,11 +49,12 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         first = next(iter(variants))
         for variant, rounds in variants.items():
             for name, path, _ in FIGURES:
-                values = [v for m in rounds if (v := figure(m, path)) is not None]
-                if not values:
+                by_round = {r: v for r, m in rounds.items() if (v := figure(m, path)) is not None}
+                if not by_round:
                     continue
-                base = [figure(m, path) for m in variants[first]]
-                ratios = [v / b for v, b in zip(values, base, strict=False) if b]
+                values = list(by_round.values())
+                base = {r: figure(m, path) for r, m in variants[first].items()}
+                ratios = [v / b for r, v in by_round.items() if (b := base.get(r))]
                 entries.append(
                     {
                         "workload": workload,
@@ -86,17 +87,18 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             for name in ("TTFT p50 s", "TTFT p99 s", "TPOT p50 s", "TPOT p99 s", "E2E p99 s"):
                 if name in own:
                     parts.append(f"{name[:-2]} {own[name]['median']:.3g}")
-            last = rounds[-1]
-            failed = sum(m["failed"] for m in rounds)
+            last = rounds[max(rounds)]
+            failed = sum(m["failed"] for m in rounds.values())
             host = last["host_output_tokens"] / max(1, last["output_tokens"])
             parts.append(f"retracted {last['retractions']}, host tokens {host:.0%}, failed {failed}")
             lines.append(f"  {variant:14} {'; '.join(parts)}")
     return "\n".join(lines)
 
 
-def compare(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What differs between two results of the same runs by more than their rounds spread; empty: nothing.
+def compare(old: dict[str, Any], new: dict[str, Any], spread: float | None = None) -> list[str]:
+    """What differs between two results of the same runs by more than ``spread``, a fraction; empty: nothing.
 
+    Without ``spread``, as much is allowed as the rounds of either result differ among themselves.
     Raises ValueError if they have no workload and variant in common.
     """
     before = {(e["workload"], e["variant"], e["figure"]): e for e in summary(old["runs"])}
@@ -107,8 +109,8 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     found = []
     for key in common:
         a, b = before[key], after[key]
-        allowed = max(FLOOR, *((e["max"] - e["min"]) / e["median"] for e in (a, b)))
-        change = b["median"] / a["median"] - 1
+        allowed = max(FLOOR, _width(a), _width(b)) if spread is None else spread
+        change = b["median"] / a["median"] - 1 if a["median"] else float(b["median"] > 0)
         if abs(change) > allowed:
             workload, variant, name = key
             found.append(
@@ -116,6 +118,28 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
                 f"({change:+.1%}, allowed {allowed:.1%})"
             )
     return found
+
+
+def uneven(result: dict[str, Any], spread: float) -> list[str]:
+    """Where the rounds of one result differ by more than ``spread``, a fraction of their median; empty: nowhere.
+
+    Raises ValueError if nothing was run more than once.
+    """
+    repeated = [e for e in summary(result["runs"]) if e["figure"] in CHECKED and e["rounds"] > 1]
+    if not repeated:
+        raise ValueError("the result has no workload that was run more than once")
+    return [
+        f"{e['workload']}, {e['variant']}: {e['figure']} {e['min']:.4g} to {e['max']:.4g} in {e['rounds']} rounds "
+        f"({_width(e):.1%}, allowed {spread:.1%})"
+        for e in repeated
+        if _width(e) > spread
+    ]
+
+
+def _width(entry: dict[str, Any]) -> float:
+    """How far the rounds of an entry of the summary lie apart, as a fraction of their median; 1 if that is 0."""
+    apart: float = entry["max"] - entry["min"]
+    return apart / entry["median"] if entry["median"] else float(apart > 0)
 
 
 def plots(result: dict[str, Any], folder: Path) -> list[Path]:
@@ -147,7 +171,7 @@ def plots(result: dict[str, Any], folder: Path) -> list[Path]:
             for variant in dict.fromkeys(run["variant"] for run in runs):
                 points = []
                 for workload, rate in sorted(rates.items(), key=lambda item: item[1]):
-                    values = [figure(m, path) for m in grouped[workload].get(variant, [])]
+                    values = [figure(m, path) for m in grouped[workload].get(variant, {}).values()]
                     kept = [value for value in values if value is not None]
                     if kept:
                         points.append((rate, statistics.median(kept)))
