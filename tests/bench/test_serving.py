@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import inspect
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from bench.servers import error_lines
+from bench.servers import error_lines, wait_until
 from bench.serving import __main__ as serving
-from bench.serving import report, selftest
-from bench.serving.client import Answer, parse_metrics
-from bench.serving.measures import decode_only, latencies, measure, percentile, steady_window
+from bench.serving import client, report, selftest
+from bench.serving.client import METRIC_NAMES, Answer, parse_metrics
+from bench.serving.measures import decode_only, latencies, measure, percentile, server_side, steady_window
 from bench.serving.workloads import WorkloadError, parse, parse_all
+from tests.harness.models import REPO_ROOT
 
 # -- workloads ----------------------------------------------------------------------------------------------------
 
@@ -135,6 +145,23 @@ def test_metrics_are_summed_over_ranks() -> None:
     assert parse_metrics(page) == {"num_running_reqs": 5.0, "neo_host_tokens_total": 7.0}
 
 
+def test_sglang_has_the_metrics_that_are_sampled() -> None:
+    from sglang.srt.observability import metrics_collector
+
+    source = inspect.getsource(metrics_collector)
+    assert [n for n in METRIC_NAMES if not n.startswith("neo_") and f'"sglang:{n}"' not in source] == []
+
+
+def test_counters_count_from_where_the_run_began() -> None:
+    samples: list[dict[str, float]] = [
+        {"time": 0.0, "neo_steps_total": 5.0, "token_usage": 0.2},
+        {"time": 1.0, "neo_steps_total": 9.0, "token_usage": 0.4, "num_retracted_requests_total": 3.0},
+    ]
+    found = server_side(samples)
+    assert found["neo_steps"] == 4 and found["num_retracted_requests"] == 3, "absent until it first counts"
+    assert found["token_usage_mean"] == pytest.approx(0.3) and found["token_usage_max"] == 0.4
+
+
 # -- reports ------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +204,26 @@ def test_a_change_beyond_the_spread_is_found() -> None:
         report.compare(result(), {"runs": []})
 
 
+def test_the_allowed_spread_can_be_stated(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name, each in (("a", result(jitter=0.1)), ("b", result(0.9, jitter=0.1)), ("even", result(jitter=0.01))):
+        (tmp_path / name).write_text(json.dumps(each))
+    a, b, even = (str(tmp_path / name) for name in ("a", "b", "even"))
+    assert serving.main(["--compare", a, b]) == 0, "their rounds differ by as much"
+    assert serving.main(["--compare", a, b, "--spread", "0.05"]) == 1
+    assert serving.main(["--compare", a, b, "--spread", "0.2"]) == 0
+    assert serving.main(["--compare", a, "--spread", "0.05"]) == 1
+    assert "in 3 rounds" in capsys.readouterr().out
+    assert serving.main(["--compare", even, "--spread", "0.05"]) == 0
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """The first round of plain is missing: the others must not be divided by their neighbours."""
+    runs = [run for run in result(jitter=0.3)["runs"] if (run["variant"], run["round"]) != ("plain", 0)]
+    runs.sort(key=lambda run: run["variant"] != "plain")
+    entries = {(e["variant"], e["figure"]): e for e in report.summary(runs)}
+    assert entries["neo", "decode tok/s"]["ratio"] == pytest.approx(1.2)
+
+
 def test_plots(tmp_path: Path) -> None:
     names = {path.name for path in report.plots(result(), tmp_path)}
     assert names == {"load_latency.png", "ratios.png", "timeline_0.png", "timeline_1.png"}
@@ -191,6 +238,54 @@ def test_the_client_loses_nothing_at_full_speed() -> None:
     assert found["chunks_per_second"] > 0 and 0 < found["client_cpu_share"] <= 1.1
 
 
+def test_variants_with_other_flags_are_other_variants() -> None:
+    a, b = (serving.variant(f"neo=--neo-host-kv-size {size}") for size in (4, 8))
+    assert a.name != b.name and a.flags[-2:] == ("--neo-host-kv-size", "4")
+
+
+def test_a_signal_ends_a_run_by_an_exception() -> None:
+    """So that servers are stopped on the way out, also while the client's event loop runs."""
+
+    async def killed() -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(20)
+
+    before = signal.getsignal(signal.SIGTERM)
+    begin = time.monotonic()
+    with pytest.raises(SystemExit) as end, serving.stopped_by_signals():
+        client._on_loop(killed())
+    assert end.value.code == 128 + signal.SIGTERM and time.monotonic() - begin < 10
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU device: set CUDA_VISIBLE_DEVICES=''")
+def test_a_stopped_bench_leaves_no_server(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny("llama")
+    command = [sys.executable, "-m", "bench.serving", str(model), "--out", str(tmp_path / "result.json")]
+    command += ["--logs", str(tmp_path), "--", "--device", "cpu", "--skip-tokenizer-init"]
+
+    def servers() -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if "launch_server" in (line := " ".join(process.cmdline())) and str(model) in line:
+                    found.append(process)
+        return found
+
+    bench = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=REPO_ROOT)
+    try:
+        wait_until(lambda: bool(servers()), 60, "a server")
+        bench.terminate()
+        _, said = bench.communicate(timeout=60)
+    finally:
+        bench.kill()
+        left = servers()
+        for process in left:
+            process.kill()
+    assert bench.returncode == 128 + signal.SIGTERM and error_lines(said) == ["error: stopped by SIGTERM"]
+    assert left == []
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -199,6 +294,8 @@ def test_the_client_loses_nothing_at_full_speed() -> None:
         (["MODEL", "--out", "x.json", "--variant", "fast"], "no variant 'fast'"),
         (["MODEL", "--out", "x.json", "--workload", "marathon"], "no workload"),
         (["MODEL", "--out", "x.json", "--rounds", "0"], "--rounds"),
+        (["MODEL", "--out", "x.json", "--variant", "neo", "--variant", "neo"], "given twice"),
+        (["MODEL", "--out", "nowhere/x.json"], "nowhere is no folder"),
         (["--compare", "a.json", "b.json"], "a.json"),
     ],
 )
