@@ -224,6 +224,12 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert entries["neo", "decode tok/s"]["ratio"] == pytest.approx(1.2)
 
 
+def test_rounds_apart_by_more_than_the_stated_spread_are_found() -> None:
+    """The rounds of ``result`` differ by twice its jitter."""
+    assert report.uneven(result(jitter=0.02), 0.05) == []
+    assert report.uneven(result(jitter=0.03), 0.05)
+
+
 def test_plots(tmp_path: Path) -> None:
     names = {path.name for path in report.plots(result(), tmp_path)}
     assert names == {"load_latency.png", "ratios.png", "timeline_0.png", "timeline_1.png"}
@@ -231,6 +237,37 @@ def test_plots(tmp_path: Path) -> None:
 
 
 # -- the driver ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_sampled_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short it is: counters grow between the first and the last sample."""
+    samples: list[float] = []
+
+    async def note(session: object, url: str, found: object, start: float) -> None:
+        samples.append(start)
+
+    def sampled(url: str, workload: Any, timeout_s: float, sample_every_s: float) -> client.Run:
+        return client.run(url, workload, timeout_s, sample_every_s=1000)
+
+    monkeypatch.setattr(client, "_sample_once", note)
+    monkeypatch.setattr(selftest, "run", sampled)
+    selftest.measure(streams=1, tokens=2)
+    assert len(samples) == 2
+
+
+def test_after_the_time_limit_nothing_is_begun(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def of(self: serving.Servers, chosen: serving.Variant) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(serving.Servers, "of", of)
+    out = tmp_path / "result.json"
+    argv = [str(tiny("llama")), "--out", str(out), "--workload", "backlog:count=1", "--rounds", "2"]
+    assert serving.main([*argv, "--time-limit", "0"]) == 0
+    assert "0 of 4 runs" in capsys.readouterr().out
+    assert json.loads(out.read_text())["runs"] == []
+    assert serving.main(argv) == 2, "without the limit it would have started one"
 
 
 def test_the_client_loses_nothing_at_full_speed() -> None:
