@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 from sglang_neo import metrics
 from tests.harness.models import REPO_ROOT
@@ -24,7 +25,7 @@ def test_sglangs_own_metrics_in_it_exist() -> None:
 
     text = DASHBOARD.read_text()
     own = set(re.findall(r"sglang:(?!neo_)(\w+)", text))
-    source = open(metrics_collector.__file__).read()
+    source = Path(metrics_collector.__file__).read_text()
     assert own and all(f"sglang:{name}" in source for name in own), own
 
 
