@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.allocation import alloc_for_decode
 
+from sglang_neo.planning.prefix import loads_back
 from sglang_neo.token_manager import NeoTokenManager, host_row
 
 
@@ -106,16 +107,20 @@ class NeoPrefillAdder(PrefillAdder):
         manager = self._manager
         if manager is None or self._device_only:
             return tokens
-        return tokens + manager.host_usage().free_tokens
+        return tokens + manager.host_available()
 
     @property
     def cur_rem_tokens(self) -> Any:
         tokens = PrefillAdder.cur_rem_tokens.fget(self)
-        return tokens + self._manager.host_usage().free_tokens if self._both_pools and self._manager else tokens
+        return tokens + self._manager.host_available() if self._both_pools and self._manager else tokens
 
     def add_one_req(self, req: Req, has_chunked_req: bool, truncation_align_size: int | None) -> AddReqResult:
-        if self._manager is not None:
+        manager = self._manager
+        if manager is not None:
             with self._lock_node(req.last_node):  # what it would use of the radix cache cannot be evicted for it
+                step = self._step_tokens(req, req.host_hit_length)
+                if not loads_back(req.host_hit_length, step + self.page_size, manager.device_usage().total_tokens):
+                    req.host_hit_length = 0
                 if self._prompt_tokens(req) > self.cur_rem_tokens:
                     return AddReqResult.NO_TOKEN
         return super().add_one_req(req, has_chunked_req, truncation_align_size)
@@ -149,8 +154,13 @@ class NeoPrefillAdder(PrefillAdder):
         return rest
 
     def _prompt_tokens(self, req: Req) -> int:
-        """Device tokens that the request's next prefill step needs, with the page that SGLang allows for alignment."""
-        tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        """Device tokens that the request's next prefill step needs, with what comes back from the host for it and the
+        page that SGLang allows for alignment."""
+        return int(req.host_hit_length) + self._step_tokens(req, req.host_hit_length) + self.page_size
+
+    def _step_tokens(self, req: Req, host_hit: int) -> int:
+        """Of them, those that the step computes if ``host_hit`` come back."""
+        tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) - host_hit
         if self.rem_chunk_tokens is not None:
             tokens = min(tokens, self.rem_chunk_tokens)
-        return int(self.ceil_paged_tokens(tokens)) + self.page_size
+        return int(self.ceil_paged_tokens(tokens))

@@ -73,10 +73,11 @@ class NeoMetrics:
         now = time.perf_counter()
         if self._tokens_since_log:
             usage, moved = self._manager.host_usage(), self._manager.migrations
-            used = usage.total_tokens - usage.free_tokens
+            used = usage.total_tokens - self._manager.host_available()
             logger.info(
                 f"Host rows, #host-req: {host}, #host-token: {self._manager.host_tokens()}, "
                 f"host token usage: {used / max(1, usage.total_tokens):.2f}, "
+                f"host cache: {self._manager.host_cached()} tokens, "
                 f"migrations: {moved.to_host} to host, {moved.to_device} to device, "
                 f"host gen throughput (token/s): {self._tokens_since_log / (now - self._logged_at):.2f}"
             )
@@ -105,10 +106,14 @@ class _Published:
         self._migrations = counter("neo_migrations_total", "Requests moved between the pools.", "direction")
         failed = counter("neo_failed_steps_total", "Decode steps whose CPU work failed.")
         restarted = counter("neo_restarted_reqs_total", "Requests prefilled again because the CPU work failed.")
-        self._tokens, self._busy, self._wait, self._failed, self._restarted = (
-            metric.labels(**labels) for metric in (tokens, busy, wait, failed, restarted)
+        hits = counter("neo_host_cache_hit_tokens_total", "Tokens found in the host's prefix cache and used.")
+        evicted = counter("neo_host_cache_evicted_tokens_total", "Tokens evicted from the host's prefix cache.")
+        self._tokens, self._busy, self._wait, self._failed, self._restarted, self._hits, self._evicted = (
+            metric.labels(**labels) for metric in (tokens, busy, wait, failed, restarted, hits, evicted)
         )
-        self._used = gauge("neo_host_kv_used_tokens", "Tokens of host KV in use.")
+        self._used = gauge("neo_host_kv_used_tokens", "Tokens of host KV in use by requests.")
+        self._cached = gauge("neo_host_cache_tokens", "Tokens in the host's prefix cache.")
+        self._evictable = gauge("neo_host_cache_evictable_tokens", "Of them, those that no running request holds.")
         self._total = gauge("neo_host_kv_total_tokens", "Tokens that host KV can hold.")
         self._running = gauge("neo_host_running_reqs", "Running requests whose KV is in host memory.")
         self._labels = dict(labels)
@@ -131,7 +136,11 @@ class _Published:
             self._add("failed", self._failed, recovery.failed_steps)
             self._add("restarted", self._restarted, recovery.restarted_reqs)
         usage = manager.host_usage()
-        self._used.set(usage.total_tokens - usage.free_tokens)
+        self._used.set(usage.total_tokens - manager.host_available())
+        self._cached.set(manager.host_cached())
+        self._evictable.set(manager.host_evictable())
+        self._add("hits", self._hits, manager.host_cache_counters.hit_tokens)
+        self._add("evicted", self._evicted, manager.host_cache_counters.evicted_tokens)
         self._total.set(usage.total_tokens)
         self._running.set(len(manager.host_rows()))
 

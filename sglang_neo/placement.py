@@ -62,6 +62,7 @@ class Placement:
         if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
             return False
         longest = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        longest += scheduler.waiting_queue[0].host_hit_length  # it comes back from the host with the first chunk
         waiting = [self._device_footprint(req.seqlen) + self._page for req in scheduler.waiting_queue[:64]]
         room = prefill_room(waiting, self._manager.device_usage().total_tokens, longest + self._page, self.rules)
         return self._make_room(batch, room, partly=False)
@@ -84,7 +85,7 @@ class Placement:
         moved = False
         while (missing := needed - self._device_free()) > 0:
             rows = self._rows(batch, lambda req: host_row(req) is None and self._movable(req))
-            leaving = to_host(rows, missing, self._manager.host_usage().free_tokens, partly=partly)
+            leaving = to_host(rows, missing, self._manager.host_available(), partly=partly)
             if not any([self.move_to_host(batch.reqs[index]) for index in leaving]):
                 break
             moved = True  # rows that share a prefix free less than they occupy: look again
@@ -93,7 +94,7 @@ class Placement:
     def move_to_host(self, req: Any) -> bool:
         """Moves one running request out, now. False if host memory has no room for it."""
         scheduler = self._scheduler
-        with self._stream_of_forwards():
+        with self.stream_of_forwards():
             moved = self._manager.move_to_host(req, scheduler.tree_cache, scheduler.req_to_token_pool)
         if moved:
             self._last_departure = self._step
@@ -112,11 +113,11 @@ class Placement:
     def move_to_device(self, req: Any) -> bool:
         """Moves one host row back, now. False if the device has no room for it."""
         scheduler = self._scheduler
-        with self._stream_of_forwards():
+        with self.stream_of_forwards():
             return self._manager.move_to_device(req, scheduler.tree_cache, scheduler.req_to_token_pool)
 
     @contextlib.contextmanager
-    def _stream_of_forwards(self) -> Iterator[None]:
+    def stream_of_forwards(self) -> Iterator[None]:
         """With overlap scheduling a forward may be in flight, on a stream of its own: copies go behind it there."""
         scheduler = self._scheduler
         if not (scheduler.enable_overlap and str(scheduler.device).startswith("cuda")):

@@ -15,6 +15,7 @@ from sglang_neo.batching import NeoScheduleBatch
 from sglang_neo.metrics import NeoMetrics
 from sglang_neo.model_runner import NeoTpModelWorker
 from sglang_neo.placement import Placement
+from sglang_neo.prefix_cache import add_host_cache
 from sglang_neo.recovery import Recovery
 from sglang_neo.timeline import extend_profiler
 from sglang_neo.token_manager import NeoTokenManager
@@ -47,6 +48,7 @@ class NeoScheduler(Scheduler):
         batching.install()
         super().__init__(*args, **kwargs)
         self.placement = Placement(self)
+        add_host_cache(self.tree_cache, self.token_manager, self.placement.stream_of_forwards)
         attention, collector = self.placement.attention, self.metrics_collector
         self.recovery = Recovery(self, attention, self.placement.pause) if attention is not None else None
         if attention is not None:
@@ -140,6 +142,11 @@ class NeoScheduler(Scheduler):
             "device_kv": dataclasses.asdict(manager.device_usage()),
             "host_kv": dataclasses.asdict(manager.host_usage()),
             "host_kv_used_tokens": manager.host_tokens(),
+            "host_cache": {
+                **dataclasses.asdict(manager.host_cache_counters),
+                "cached_tokens": manager.host_cached(),
+                "evictable_tokens": manager.host_evictable(),
+            },
             "host_running_reqs": len(manager.host_rows()),
             "migrations": dataclasses.asdict(manager.migrations),
             "host_tokens_total": self.neo_metrics.counters.host_tokens,

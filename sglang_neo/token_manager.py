@@ -11,7 +11,7 @@ which SGLang relays the next token's id. Its KV stands in a ``HostRow``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,11 +22,14 @@ from sglang.srt.mem_cache.allocator import (
     PagedTokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_neo.errors import UsageError
 from sglang_neo.host_kv.pages import HostPages
+from sglang_neo.host_kv.prefix_cache import HostCacheCounters, HostRadixCache
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,17 @@ class HostRow:
 
     pages: list[int]
     tokens: int  # whose KV is there, or is appended by the step that runs
+    #: The first so many pages belong to the host's radix cache, where the row locks ``node``.
+    cached_pages: int = 0
+    node: Any = None
     #: The copy that brings the KV here, until it is known to be over (``sglang_neo.host_kv.transfer.Transfer``).
     arrival: Any = None
     #: What the request said about its insertion into the device's radix cache before it came here.
     skip_insert: bool = field(default=False, repr=False)
+
+    @property
+    def own_pages(self) -> list[int]:
+        return self.pages[self.cached_pages :]
 
 
 @dataclass
@@ -93,6 +103,7 @@ class NeoTokenManager:
         self._page_tokens = 1
         self._transfer: Any = None
         self._steps: Steps | None = None
+        self._cache: HostRadixCache | None = None
         self._rows: dict[str, HostRow] = {}
         self.migrations = Migrations()
 
@@ -107,6 +118,11 @@ class NeoTokenManager:
         """
         assert self._pages is None, "there is a host pool already"
         self._pages, self._page_tokens, self._transfer, self._steps = pages, page_tokens, transfer, steps
+
+    def attach_host_cache(self, make: Callable[[HostPages, int], HostRadixCache]) -> None:
+        """Prefixes in the host pool are kept and shared from now on, in what ``make(pages, page_tokens)`` returns."""
+        assert self._pages is not None and self._cache is None and not self._rows
+        self._cache = make(self._pages, self._page_tokens)
 
     # -- how much ---------------------------------------------------------------------------------------------
 
@@ -128,6 +144,22 @@ class NeoTokenManager:
             return PoolUsage(0, 0, self._page_tokens)
         size = self._page_tokens
         return PoolUsage(self._pages.count * size, self._pages.free_count * size, size)
+
+    def host_available(self) -> int:
+        """Tokens of the host pool that requests can have: free, or cached and held by nobody."""
+        return self.host_usage().free_tokens + self.host_evictable()
+
+    def host_evictable(self) -> int:
+        """Tokens in the host's radix cache that no running request holds."""
+        return int(self._cache.evictable_size()) if self._cache is not None else 0
+
+    def host_cached(self) -> int:
+        """Tokens in the host's radix cache."""
+        return self.host_evictable() + (int(self._cache.protected_size()) if self._cache is not None else 0)
+
+    @property
+    def host_cache_counters(self) -> HostCacheCounters:
+        return self._cache.counters if self._cache is not None else HostCacheCounters()
 
     def host_rows(self) -> Mapping[str, HostRow]:
         """By request id; a view, not a copy: it is asked for in every step."""
@@ -157,16 +189,23 @@ class NeoTokenManager:
         assert self._pages is not None and host_row(req) is None
         tokens = req.kv_committed_len
         assert tokens == req.kv.kv_allocated_len and tokens > 0
-        pages = self._pages.alloc(-(-tokens // self._page_tokens), owner=req.rid)
+        row = HostRow([], tokens, skip_insert=getattr(req, "skip_radix_cache_insert", False))
+        self._share(req, row)
+        pages = self._alloc_pages(-(-tokens // self._page_tokens) - row.cached_pages, req.rid)
         if pages is None:
+            self._unlock(row)
             return False
-        slots = req_to_token_pool.req_to_token[req.req_pool_idx, :tokens].to(torch.int64)
-        arrival = self._transfer.to_host(slots, pages)
-        skip = getattr(req, "skip_radix_cache_insert", False)
+        row.pages += pages
+        shared = row.cached_pages * self._page_tokens
+        slots = req_to_token_pool.req_to_token[req.req_pool_idx, shared:tokens].to(torch.int64)
+        row.arrival = self._transfer.to_host(slots, pages)
+        if self._cache is not None:
+            self._cache.counters.hit_tokens += shared
+        self._enter(req, row)
         # Frees what the tree does not hold, and unlocks the rest; see release_kv_cache in SGLang's mem_cache/common.py.
         tree_cache.cache_finished_req(req, is_insert=False, kv_len_to_handle=tokens)
         self._forget_device(req, req_to_token_pool)
-        req.neo_host_row = self._rows[req.rid] = HostRow(pages, tokens, arrival, skip)
+        req.neo_host_row = self._rows[req.rid] = row
         req.skip_radix_cache_insert = True
         self.migrations.to_host += 1
         self.migrations.to_host_tokens += tokens
@@ -187,7 +226,8 @@ class NeoTokenManager:
         departure = self._transfer.to_device(row.pages[: -(-row.tokens // self._page_tokens)], slots)
         req_to_token_pool.write((req.req_pool_idx, slice(0, row.tokens)), slots.to(torch.int32))
         req.kv_committed_len = req.kv.kv_allocated_len = row.tokens
-        req.skip_radix_cache_insert = row.skip_insert
+        # What was int8 is not what the model computed: no other request may find it on the device.
+        req.skip_radix_cache_insert = row.skip_insert or not self._transfer.exact
         tokens = row.tokens
         departure.synchronize()  # the pages may be written to by the next owner at once
         self._drop(req, row)
@@ -208,14 +248,14 @@ class NeoTokenManager:
         """Whether host memory has room for one more token of every host row among ``reqs``."""
         rows = (host_row(req) for req in reqs)
         needed = sum(1 for row in rows if row is not None and row.tokens % self._page_tokens == 0)
-        return self._pages is None or needed <= self._pages.free_count
+        return needed * self._page_tokens <= self.host_available()
 
     def grow(self, req: Any) -> None:
         """Room for the next token of a host row, which then counts as there. Call ``can_grow`` first."""
         row = host_row(req)
         assert row is not None and self._pages is not None
         if row.tokens == len(row.pages) * self._page_tokens:
-            pages = self._pages.alloc(1, owner=req.rid)
+            pages = self._alloc_pages(1, req.rid)
             assert pages is not None, "the host pool is full: can_grow was not asked"
             row.pages.extend(pages)
         row.tokens += 1
@@ -223,19 +263,113 @@ class NeoTokenManager:
         req.kv_committed_len = req.kv.kv_allocated_len = 0
 
     def release(self, req: Any) -> None:
-        """The request has ended, been aborted or retracted; its host pages go as soon as no step names them."""
+        """The request has ended, been aborted or retracted. Its whole pages stay in the radix cache; the others go as
+        soon as no step names them."""
         row = host_row(req)
         if row is not None:
             req.skip_radix_cache_insert = row.skip_insert
+            if self._cache is not None and not self._cache.disable_finished_insert:
+                self._enter(req, row)
             self._drop(req, row)
 
     def _drop(self, req: Any, row: HostRow) -> None:
         assert self._pages is not None and self._steps is not None
         if row.arrival is not None:
             row.arrival.synchronize()
-        self._pages.free(row.pages, epoch=self._steps.launched_epoch)
+        self._pages.free(row.own_pages, epoch=self._steps.launched_epoch)
+        self._unlock(row)
         del self._rows[req.rid]
         req.neo_host_row = None
+
+    # -- prefixes on the host ---------------------------------------------------------------------------------
+
+    def host_hit(self, key: RadixKey) -> int:
+        """Tokens at the beginning of ``key`` that could be loaded back to the device; none from an int8 pool."""
+        if self._cache is None or not self._transfer.exact:
+            return 0
+        return len(self._cache.find(key).pages) * self._page_tokens
+
+    def load_back(self, key: RadixKey, begin: int, slots: torch.Tensor) -> None:
+        """Copies KV of cached tokens to the device, in stream order.
+
+        Args:
+            key: of which ``host_hit`` found at least ``begin + len(slots)`` tokens.
+            begin: the first token to copy.
+            slots: int64 [tokens], where to.
+        """
+        assert self._cache is not None
+        page, end = self._page_tokens, begin + len(slots)
+        pages = self._cache.find(key).pages
+        first, last = begin // page, -(-end // page)
+        assert len(pages) >= last, "a prefix has left the host since it was matched"
+        # Tokens before the first one go to slot 0, which nobody owns: others may be reading the device's copy.
+        before = slots.new_zeros(begin - first * page)
+        # Nothing locks the pages: the copy is over before anyone can evict them.
+        self._transfer.to_device(pages[first:last], torch.cat([before, slots])).synchronize()
+        self._cache.counters.hit_tokens += len(slots)
+        self._cache.counters.loaded_tokens += len(slots)
+
+    def clear_host_cache(self) -> None:
+        """Forgets every prefix on the host. No request may be running there."""
+        if self._cache is not None:
+            self._cache.clear()
+
+    def _key(self, req: Any, row: HostRow) -> RadixKey:
+        """Of the tokens whose KV is complete in all layers now or, for a row that arrives, in stream order.
+
+        The newest token is left out: a step in flight may be working on it. So a row that arrives always has a page of
+        its own to copy, and who waits for that copy has waited for those before it.
+        """
+        ids = req.origin_input_ids + req.output_ids
+        known = min(row.tokens, len(ids)) - 1
+        return RadixKey(ids[: known // self._page_tokens * self._page_tokens], req.extra_key)
+
+    def _caches(self, req: Any, row: HostRow) -> bool:
+        overridden = getattr(req, "positional_embed_overrides", None) is not None  # token ids do not tell its KV then
+        return self._cache is not None and not row.skip_insert and not overridden
+
+    def _share(self, req: Any, row: HostRow) -> None:
+        """Makes the pages of a row that arrives those in the cache, as far as there are."""
+        if not self._caches(req, row):
+            return
+        assert self._cache is not None
+        row.node, pages = self._cache.find(self._key(req, row))
+        self._cache.inc_lock_ref(row.node)
+        row.pages, row.cached_pages = pages, len(pages)
+
+    def _enter(self, req: Any, row: HostRow) -> None:
+        """Gives the row's whole pages to the cache, and locks them there instead."""
+        if not self._caches(req, row):
+            return
+        assert self._cache is not None and self._pages is not None and self._steps is not None
+        key = self._key(req, row)
+        whole = len(key) // self._page_tokens
+        if whole <= row.cached_pages:
+            return
+        node, pages = self._cache.add(key, row.pages[:whole], req.priority or 0)
+        doubles = [mine for mine, cached in zip(row.pages, pages, strict=False) if mine != cached]
+        self._pages.free(doubles, epoch=self._steps.launched_epoch)
+        self._cache.inc_lock_ref(node)
+        self._unlock(row)
+        row.pages[:whole] = pages
+        row.node, row.cached_pages = node, whole
+
+    def _unlock(self, row: HostRow) -> None:
+        if row.node is not None:
+            assert self._cache is not None
+            self._cache.dec_lock_ref(row.node)
+            row.node, row.cached_pages = None, 0
+
+    def _alloc_pages(self, count: int, owner: str) -> list[int] | None:
+        """Host pages; what nobody holds in the cache makes room. None (and nothing changes) if it cannot."""
+        assert self._pages is not None
+        missing = count - self._pages.free_count
+        if missing * self._page_tokens > self.host_evictable():
+            return None
+        if missing > 0:
+            assert self._cache is not None
+            self._cache.evict(EvictParams(num_tokens=missing * self._page_tokens))
+        return self._pages.alloc(count, owner)
 
     def reclaim(self) -> None:
         """Makes host pages free that steps have named which are over now."""
@@ -250,7 +384,14 @@ class NeoTokenManager:
         Copies the device's free list to the host: for tests and debugging, not for a hot path.
         """
         if self._pages is not None:
-            self._pages.audit({rid: row.pages for rid, row in self._rows.items()})
+            owned: dict[object, list[int]] = {rid: row.own_pages for rid, row in self._rows.items()}
+            if self._cache is not None:
+                owned["the radix cache"] = self._cache.pages()
+                cached = len(owned["the radix cache"]) * self._page_tokens
+                assert cached == self.host_cached(), (
+                    f"{cached} tokens in the host radix cache, {self.host_cached()} counted"
+                )
+            self._pages.audit(owned)
             for rid, row in self._rows.items():
                 held = len(row.pages) * self._page_tokens
                 assert held - self._page_tokens <= row.tokens <= held, f"{rid}: {row.tokens} tokens in {held} slots"

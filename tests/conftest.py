@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,24 @@ def tiny(model_directory: Path) -> Callable[..., Path]:
         return tiny_model(arch, model_directory, **options)
 
     return build
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Callable[..., Path]) -> Callable[[str, Sequence[Any]], dict[str, Any]]:
+    """``alone("llama", requests)``: references of each request by itself on a plain model runner: no scheduler, no
+    cache, batch size 1."""
+    kept: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def references(arch: str, requests: Sequence[Any]) -> dict[str, Any]:
+        from tests.harness.inprocess import InProcessRunner
+
+        key = (arch, hash(tuple((r.name, tuple(r.prompt), r.max_new_tokens) for r in requests)))
+        if key not in kept:
+            with InProcessRunner("plain", tiny(arch)) as runner:
+                kept[key] = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
+        return kept[key]
+
+    return references
 
 
 @pytest.fixture(scope="session")

@@ -208,6 +208,11 @@ class KVTransfer:
         self._out, self._in = self.device.queue(), self.device.queue()
         self._pending: list[tuple[frozenset[int], bool, Transfer]] = []
 
+    @property
+    def exact(self) -> bool:
+        """Whether what comes back is bit for bit what went out."""
+        return not self._converts
+
     def to_host(
         self, slots: torch.Tensor, pages: Sequence[int], *, layers: range | None = None, background: bool = False
     ) -> Transfer:

@@ -256,9 +256,14 @@ class InProcessScheduler:
         assert free + cached == total, f"KV slots lost: {free} free + {cached} cached of {total}"
         assert self.scheduler.tree_cache.protected_size() == 0, "a finished request still holds cached KV"
         if self.kind == "neo":
-            self.allocator.token_manager.audit()
-            usage = self.allocator.token_manager.device_usage()
+            manager = self.allocator.token_manager
+            manager.audit()
+            usage = manager.device_usage()
             assert (usage.total_tokens, usage.free_tokens) == (total, free)
+            manager.reclaim()
+            assert not manager.host_rows(), "a finished request still has host memory"
+            usage, cached = manager.host_usage(), manager.host_evictable()
+            assert usage.free_tokens + cached == usage.total_tokens, f"host KV lost: {usage}, {cached} cached"
 
 
 def _tokenized(request: Request) -> Any:

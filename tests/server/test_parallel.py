@@ -93,7 +93,8 @@ def check_used_the_host(server: Server) -> None:
     assert neo["host_tokens_total"] > CROWD * CROWD_TOKENS / 4, neo
     assert neo["migrations"]["to_host"] > 5, neo
     assert neo["host_running_reqs"] == 0, "a request that has ended still has host memory"
-    assert neo["host_kv"]["free_tokens"] == neo["host_kv"]["total_tokens"], neo["host_kv"]
+    host, cached = neo["host_kv"], neo["host_cache"]["evictable_tokens"]
+    assert host["free_tokens"] + cached == host["total_tokens"], neo
     assert "KV cache pool is full. Retract" not in server.log(), server.log_tail()
 
 
@@ -132,6 +133,11 @@ def test_metrics_of_host_rows(servers: ServerPool, dp_spec: ServerSpec, crowd_al
     assert value("neo_cpu_busy_seconds_total") > 0
     assert value("neo_host_kv_total_tokens") == neo["host_kv"]["total_tokens"]
     value("neo_host_kv_used_tokens")
+    cache = neo["host_cache"]
+    assert value("neo_host_cache_hit_tokens_total") <= cache["hit_tokens"]  # some after the last decode step
+    assert value("neo_host_cache_evicted_tokens_total") == cache["evicted_tokens"]
+    assert value("neo_host_cache_tokens") > 0
+    value("neo_host_cache_evictable_tokens")
     value("neo_host_running_reqs")
     value("neo_cpu_wait_seconds_total")
     assert re.search(r"Host rows, #host-req: \d+, #host-token: \d+, host token usage: ", server.log())

@@ -1,0 +1,81 @@
+"""SGLang's radix cache of the device pool, in front of the one of host memory (host_kv/prefix_cache.py)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+from sglang_neo.host_kv.prefix_cache import HostRadixCache
+from sglang_neo.token_manager import NeoTokenManager
+
+#: Makes the stream of the forwards current.
+StreamOfForwards = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class NeoRadixCache(RadixCache):
+    """What is on the host counts as a hit too, and comes back to the device when the request is admitted.
+
+    SGLang has the two moments for its own hierarchical cache: ``match_prefix`` reports a ``host_hit_length``, and
+    admission calls ``init_load_back`` (managers/schedule_policy.py).
+    """
+
+    token_manager: NeoTokenManager
+    stream_of_forwards: StreamOfForwards
+
+    def reset(self) -> None:
+        super().reset()
+        self.token_manager.clear_host_cache()
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        result = super().match_prefix(params)
+        if params.req is None:  # SGLang looks after its own insertion
+            return result
+        device = len(result.device_indices)
+        host = self.token_manager.host_hit(params.key) // self.page_size * self.page_size
+        return result._replace(host_hit_length=max(0, host - device))
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
+        """Copies the host's part of a request's prefix into the device pool and into this tree.
+
+        The request's ``last_node`` is locked. Returns the new slots, int64 [tokens] (none if there is no room after
+        all), and the node that the whole prefix ends in.
+        """
+        req = params.req
+        assert req is not None
+        begin = len(req.prefix_indices)
+        end = begin + params.host_hit_length
+        evict_from_tree_cache(self, end - begin)
+        slots = self.token_to_kv_pool_allocator.alloc(end - begin)
+        if slots is None:
+            return req.prefix_indices[:0], req.last_node
+        slots = slots.to(torch.int64)
+        with self.stream_of_forwards():
+            self.token_manager.load_back(RadixKey(req.full_untruncated_fill_ids, req.extra_key), begin, slots)
+        key = RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key)
+        whole = torch.cat([req.prefix_indices.to(torch.int64), slots])
+        added = self.insert(InsertParams(key=key, value=whole, priority=req.priority or 0))
+        assert added.prefix_len == begin, "the device had more of a prefix than was matched"
+        return slots, added.last_device_node
+
+
+def add_host_cache(tree: Any, manager: NeoTokenManager, stream_of_forwards: StreamOfForwards) -> bool:
+    """Gives ``manager``'s host pool a radix cache behind SGLang's ``tree``, which becomes ours, in place.
+
+    False, and nothing changes, if prefixes are not cached (``--disable-radix-cache``) or by a cache of another kind.
+    """
+    if type(tree) is not RadixCache or tree.disable or not manager.has_host:
+        return False
+    manager.attach_host_cache(
+        lambda pages, page_tokens: HostRadixCache(
+            pages, page_tokens, tree.eviction_policy, tree.disable_finished_insert
+        )
+    )
+    tree.token_manager, tree.stream_of_forwards = manager, stream_of_forwards
+    tree.__class__ = NeoRadixCache
+    return True
