@@ -92,7 +92,8 @@ def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPat
             compared += kept
             got |= {name: found for name, found in tokens(results).items() if name in {r.name for r in kept}}
             manager.reclaim()
-            assert manager.host_usage() == before and not manager.host_rows(), "host memory is free between rounds"
+            assert manager.host_available() == before.total_tokens, "host memory is free or evictable between rounds"
+            assert not manager.host_rows()
         moved = manager.migrations
     print(f"{steps} steps, {len(compared)} answers compared, {moved}, {retractions} retractions, "
           f"{recovery.failed_steps} failed steps")  # fmt: skip
