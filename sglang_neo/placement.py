@@ -29,7 +29,6 @@ class Placement:
 
     def begin_step(self) -> None:
         self._step += 1
-        self._manager.reclaim()
         if self._scheduler.server_args.neo_check_integrity:
             self._manager.audit()
 

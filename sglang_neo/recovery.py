@@ -43,10 +43,11 @@ class Recovery:
         scheduler: SGLang's.
         attention: ``sglang_neo.hybrid.host_attention.HostAttention`` of its model runner.
         pause: called after each failure with how many there were in a row: keeps rows from moving to the host.
+        over: called with the number of a step that is over, and with it all before: what they named is free.
     """
 
-    def __init__(self, scheduler: Any, attention: Any, pause: Any):
-        self._scheduler, self._attention, self._pause = scheduler, attention, pause
+    def __init__(self, scheduler: Any, attention: Any, pause: Any, over: Any):
+        self._scheduler, self._attention, self._pause, self._over = scheduler, attention, pause, over
         self._failed: list[Any] = []
         self._reason = ""
         self._in_a_row = 0
@@ -78,6 +79,8 @@ class Recovery:
         # A rank that had no trouble throws the step away too.
         if least_of_all_ranks(self._runner, 1 if reason is None else 0):
             self._in_a_row = 0
+            if not self._failed:  # else a worker may be busy with a step before it, until ``restart``
+                self._over(launched.epoch)
             return
         self.failed_steps += 1
         if not self._failed:  # the step behind it fails because this one did
@@ -117,6 +120,7 @@ class Recovery:
             torch.cuda.synchronize()
         if not least_of_all_ranks(self._runner, int(self._attention.reset(_RESET_TIMEOUT_S))):
             raise RuntimeError(f"a CPU attention worker is stuck and cannot be had back: {self._reason}")
+        self._over(self._attention.launched_epoch)
         for index in leaving:
             running_batch.release_req(index, 0, scheduler.server_args)
         staying = [i for i in range(len(running_batch.reqs)) if i not in set(leaving)]

@@ -50,7 +50,11 @@ class NeoScheduler(Scheduler):
         self.placement = Placement(self)
         add_host_cache(self.tree_cache, self.token_manager, self.placement.stream_of_forwards)
         attention, collector = self.placement.attention, self.metrics_collector
-        self.recovery = Recovery(self, attention, self.placement.pause) if attention is not None else None
+        self.recovery = (
+            Recovery(self, attention, self.placement.pause, self.token_manager.steps_over)
+            if attention is not None
+            else None
+        )
         if attention is not None:
             extend_profiler(self.profiler_manager, attention)
         self.neo_metrics = NeoMetrics(

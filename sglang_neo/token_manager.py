@@ -77,10 +77,6 @@ class Steps(Protocol):
     def launched_epoch(self) -> int:
         """The last one given."""
 
-    @property
-    def completed_epoch(self) -> int:
-        """All up to this one are over."""
-
     def wait_launched(self) -> None:
         """Blocks until all that were given are over."""
 
@@ -371,10 +367,14 @@ class NeoTokenManager:
             self._cache.evict(EvictParams(num_tokens=missing * self._page_tokens))
         return self._pages.alloc(count, owner)
 
-    def reclaim(self) -> None:
-        """Makes host pages free that steps have named which are over now."""
-        if self._pages is not None and self._steps is not None:
-            self._pages.release_up_to(self._steps.completed_epoch)
+    def steps_over(self, epoch: int) -> None:
+        """Every step up to ``epoch`` is over and has been judged: host pages become free that only such steps named.
+
+        To be called at the same moment of every rank's schedule: admission and placement look at what is free, and
+        tensor-parallel ranks must see the same.
+        """
+        if self._pages is not None:
+            self._pages.release_up_to(epoch)
 
     # -- checking ---------------------------------------------------------------------------------------------
 

@@ -146,7 +146,6 @@ def test_aborts_leave_both_pools_as_they_were(tiny: Tiny, seed: int) -> None:
         manager = scheduler.scheduler.token_manager
         before = manager.host_usage()
         scheduler.run(requests, RandomMoves(seed))
-        manager.reclaim()
         assert manager.host_available() == before.total_tokens and not manager.host_rows()
         manager.audit()
         scheduler.flush()
@@ -164,7 +163,6 @@ def test_retraction_is_the_last_resort(tiny: Tiny, alone: Any) -> None:
         manager = scheduler.scheduler.token_manager
         assert manager.host_usage().total_tokens == 4 * 64
         got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
-        manager.reclaim()
         assert manager.host_available() == 4 * 64
     assert sum(result.retractions for result in got.values()) > 0
     assert_exact(alone("llama", requests), tokens(got))

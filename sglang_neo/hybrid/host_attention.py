@@ -100,12 +100,8 @@ class HostAttention:
 
     @property
     def launched_epoch(self) -> int:
-        """The last step given to the workers; what it names must stay until ``completed_epoch`` reaches it."""
+        """The last step given to the workers; what it names must stay until it is over."""
         return self._epoch
-
-    @property
-    def completed_epoch(self) -> int:
-        return self.service.completed_epoch()
 
     def wait_launched(self) -> None:
         self.service.wait_epoch(self._epoch, 2 * self._timeout_s)
