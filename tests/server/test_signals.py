@@ -71,7 +71,7 @@ MOMENTS: dict[str, Callable[[Server], None]] = {
         ("importing", signal.SIGINT, True),
         ("importing", signal.SIGTERM, False),
         ("workers-begin", signal.SIGINT, True),
-        ("model-loads", signal.SIGTERM, True),
+        pytest.param("model-loads", signal.SIGTERM, True, marks=pytest.mark.slow),  # between the two beside it
         ("warm-up", signal.SIGINT, False),
     ],
 )
