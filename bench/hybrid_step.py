@@ -39,7 +39,6 @@ from typing import Any
 import torch
 
 from bench.record import provenance
-from cpu_kernels.attention import Plan
 from cpu_kernels.workers import Job
 from sglang_neo.planning.placement import Rules
 from sglang_neo.token_manager import host_row
@@ -161,16 +160,7 @@ def timed(runner: Any, spans: list[tuple[Any, Any]]) -> Iterator[None]:
 def attention_alone(attention: Any, rows: Sequence[Any], rounds: int = 3) -> list[float]:
     """Microseconds of each layer's attention of these rows, the CPU workers having nothing else to do."""
     g = attention.geometry
-    plan = Plan(
-        attention.pool.kernel_pool,
-        [row.tokens for row in rows],
-        [row.pages for row in rows],
-        g.q_heads,
-        scale=g.scale,
-        soft_cap=g.soft_cap,
-        threads=attention.workers.threads,
-        q_dtype=g.dtype,
-    )
+    plan = attention.plan(rows)
     q = attention.outbox[: len(rows), : g.q_heads * g.head_dim].reshape(len(rows), g.q_heads, g.head_dim).clone()
     out = torch.empty_like(q)
     times = []

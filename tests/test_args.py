@@ -112,7 +112,7 @@ def test_gpu_only_names_all_that_it_contradicts() -> None:
 
 
 def test_host_flags_and_fields_agree() -> None:
-    assert set(neo_fields()) == {"neo_mode", "neo_check_integrity", *HOST_FLAGS}
+    assert set(neo_fields()) == {"neo_mode", "neo_check_integrity", "neo_report_host_rows", *HOST_FLAGS}
     defaults = {field.name: field.default for field in dataclasses.fields(NeoServerArgs)}
     assert {name: defaults[name] for name in HOST_FLAGS} == HOST_FLAGS
 

@@ -182,9 +182,10 @@ class HostAttention:
             return False
         return True
 
-    def _descriptor(self, rows: Sequence[HostRow], number: int) -> Step:
-        g, n = self.geometry, len(rows)
-        plan = Plan(
+    def plan(self, rows: Sequence[HostRow]) -> Plan:
+        """The attention of these rows, for any layer."""
+        g = self.geometry
+        return Plan(
             self.pool.kernel_pool,
             [row.tokens for row in rows],
             [row.pages for row in rows],
@@ -194,6 +195,10 @@ class HostAttention:
             threads=self.workers.threads,
             q_dtype=g.dtype,
         )
+
+    def _descriptor(self, rows: Sequence[HostRow], number: int) -> Step:
+        g, n = self.geometry, len(rows)
+        plan = self.plan(rows)
         out = self.inbox[:n].view(n, g.q_heads, g.head_dim)
         packed = self.outbox[:n].view(n, g.q_heads + 2 * g.kv_heads, g.head_dim)
         q, k, v = packed.split((g.q_heads, g.kv_heads, g.kv_heads), dim=1)
