@@ -123,7 +123,7 @@ class Recovery:
         self._over(self._attention.launched_epoch)
         for index in leaving:
             running_batch.release_req(index, 0, scheduler.server_args)
-        staying = [i for i in range(len(running_batch.reqs)) if i not in set(leaving)]
+        staying = sorted(set(range(len(running_batch.reqs))) - set(leaving))
         running_batch.filter_batch(keep_indices=staying)
         running_batch.batch_is_full = False
         for req in reqs:

@@ -35,6 +35,7 @@ def report_host_rows(batch: Any, result: Any) -> None:
         if req.customized_info is None:
             req.customized_info = {}
         kinds = req.customized_info.setdefault("neo_host_row", [])
+        del kinds[len(req.output_ids) :]  # noted for a token that was not published: its step failed
         kinds += [0] * (len(req.output_ids) - len(kinds))
         kinds.append(int(id(req) in on_host))
 

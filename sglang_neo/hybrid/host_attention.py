@@ -72,7 +72,6 @@ class HostAttention:
         timeout_s: float = 30.0,
     ):
         self.geometry, self.pool, self.workers = geometry, pool, workers
-        self.max_rows = max_rows
         self._timeout_s = timeout_s
         pin = device.startswith("cuda")
         self.stream = flag_stream(device, 2 * timeout_s)
