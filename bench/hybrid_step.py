@@ -287,7 +287,7 @@ def main() -> int:
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
             "disable_prefill_cuda_graph": True,
-            "cuda_graph_max_bs": rows + 4,
+            "cuda_graph_max_bs_decode": rows + 4,
             "mem_fraction_static": 0.7,
         }
     record: dict[str, Any] = {**provenance(), "arguments": {k: str(v) for k, v in vars(args).items()}}

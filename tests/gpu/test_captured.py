@@ -38,7 +38,7 @@ def options(backend: str, dtype: str, page_size: int) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "disable_prefill_cuda_graph": True,
-        "cuda_graph_max_bs": 8,
+        "cuda_graph_max_bs_decode": 8,
         "mem_fraction_static": 0.4,
     }
 
