@@ -3,15 +3,21 @@
     python -m bench.hybrid_step MODEL --out FILE [--device-rows 32] [--host-rows 4] [--tokens 500] [--replays 5000]
                                 [--stall 6] [--backend triton] [--device cuda]
 
-One of our schedulers in this process, without sockets, decodes the same requests in turns of four kinds:
+One of our schedulers in this process, without sockets, decodes the same requests in turns of five kinds:
 
     device      all rows on the device
     hidden      some rows in host memory, nothing handed over: the rows are padding (their tokens are meaningless)
     answered    handed over, answered at once: no CPU attention (meaningless tokens again)
+    delayed     handed over, answered after a time that is known
     hybrid      handed over, attended to by the CPU
 
-Hand-off per layer is (answered - hidden) / layers; the CPU's attention is timed by itself, with the GPU at rest; and
-hidden + layers (hand-off + CPU attention) is held against hybrid. Then ``--replays`` more steps run with both pools
+Hand-off per layer is (answered - hidden) / layers. The device's own attention runs while the CPU works; how much of the
+CPU's time is hidden behind it, the *cover*, is what delayed took less per layer than its answers' delay. The delay and
+the CPU's attention are timed by themselves, with the GPU at rest. Held against hybrid is
+
+    hidden + layers (hand-off + max(0, CPU attention - cover))
+
+Then ``--replays`` more steps run with both pools
 checked, and ``--stall`` stops every worker for so many seconds, longer than the watchdog waits: the requests of that
 part are compared with the same requests undisturbed.
 
@@ -44,9 +50,11 @@ from sglang_neo.planning.placement import Rules
 from sglang_neo.token_manager import host_row
 from tests.harness.inprocess import InProcessScheduler, Request, Result
 
-KINDS = ("device", "hidden", "answered", "hybrid")
+KINDS = ("device", "hidden", "answered", "delayed", "hybrid")
 #: Turns of each kind before the next, and those at their beginning that do not count: rows have just moved.
 TURNS, SKIPPED = 24, 6
+#: Of delayed answers; longer than the device's attention of a layer.
+DELAY_US = 200.0
 
 
 class Steps:
@@ -60,6 +68,7 @@ class Steps:
         self.turn_ms: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self.spans: dict[str, list[tuple[Any, Any]]] = {kind: [] for kind in KINDS}  # CUDA events
         self.attention_us: list[float] = []
+        self.delay_us: list[float] = []
 
     @property
     def turns(self) -> int:
@@ -93,11 +102,16 @@ class Steps:
             attention.wait_launched()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.attention_us += attention_alone(attention, [row for req in running if (row := host_row(req))])
+            rows = [row for req in running if (row := host_row(req))]
+            step = attention._descriptor(rows, 0)
+            self.attention_us += alone(attention, step.handoffs.keepalive)
+            self.delay_us += alone(attention, delays(attention))
         if kind == "hidden":
             self._patches.enter_context(hidden(attention, runner))
         if kind == "answered":
-            self._patches.enter_context(answered(attention))
+            self._patches.enter_context(answering(attention, attention._handoffs))
+        if kind == "delayed":
+            self._patches.enter_context(answering(attention, attention._handoffs.with_jobs(delays(attention))))
         self._patches.enter_context(timed(runner, self.spans[kind]))
 
 
@@ -128,11 +142,12 @@ def hidden(attention: Any, runner: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def answered(attention: Any) -> Iterator[None]:
+def answering(attention: Any, handoffs: Any) -> Iterator[None]:
+    """The workers do this for a step instead of attention."""
     own = attention._descriptor
 
     def descriptor(rows: Sequence[Any], number: int) -> Any:
-        return dataclasses.replace(own(rows, number), handoffs=attention._handoffs)
+        return dataclasses.replace(own(rows, number), handoffs=handoffs)
 
     with replaced(attention, "_descriptor", descriptor):
         yield
@@ -157,19 +172,15 @@ def timed(runner: Any, spans: list[tuple[Any, Any]]) -> Iterator[None]:
         yield
 
 
-def attention_alone(attention: Any, rows: Sequence[Any], rounds: int = 3) -> list[float]:
-    """Microseconds of each layer's attention of these rows, the CPU workers having nothing else to do."""
-    g = attention.geometry
-    plan = attention.plan(rows)
-    q = attention.outbox[: len(rows), : g.q_heads * g.head_dim].reshape(len(rows), g.q_heads, g.head_dim).clone()
-    out = torch.empty_like(q)
-    times = []
-    for _ in range(rounds):
-        for layer in range(g.layers):
-            begin = time.perf_counter()
-            plan.run(layer, q, out, workers=attention.workers)
-            times.append((time.perf_counter() - begin) * 1e6)
-    return times
+def delays(attention: Any) -> list[Job]:
+    return [Job.spinning(1, DELAY_US)] * attention.geometry.layers
+
+
+def alone(attention: Any, jobs: Sequence[Any], rounds: int = 5) -> list[float]:
+    """Microseconds that the workers take for each of a step's jobs, this thread being the device."""
+    times = attention.service.measure_round_trips(rounds, jobs)
+    attention._epoch = attention.service.status().submitted_epoch
+    return [ns / 1e3 for ns in times]
 
 
 class Checked:
@@ -220,9 +231,7 @@ def step_parts(scheduler: InProcessScheduler, args: argparse.Namespace) -> dict[
     # Forwards and backwards in turn, because rows grow longer all the time.
     schedule = [kind for i in range(rounds) for kind in (KINDS if i % 2 == 0 else KINDS[::-1])]
     steps = Steps(schedule, args.host_rows, warm_up=rows + 40)
-    before = scheduler.scheduler.placement.attention.service.status()
     scheduler.run(requests(rows, args.tokens, steps.turns + 20, args.vocabulary, 1), steps)
-    after = scheduler.scheduler.placement.attention.service.status()
     layers = scheduler.scheduler.placement.attention.geometry.layers
     result: dict[str, Any] = {"turn_ms": {}, "gpu_ms": {}, "gap_ms": {}}
     for kind in KINDS:
@@ -234,14 +243,16 @@ def step_parts(scheduler: InProcessScheduler, args: argparse.Namespace) -> dict[
             gaps = [a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(spans)]
             result["gap_ms"][kind] = statistics.median(gaps)
     ms = result["gpu_ms"] or result["turn_ms"]
-    attention_us = statistics.median(steps.attention_us)
+    attention_us, delay_us = statistics.median(steps.attention_us), statistics.median(steps.delay_us)
     handoff_us = (ms["answered"] - ms["hidden"]) * 1e3 / layers
-    model = ms["hidden"] + layers * (handoff_us + attention_us) / 1e3
+    cover_us = delay_us - (ms["delayed"] - ms["answered"]) * 1e3 / layers
+    model = ms["hidden"] + layers * (handoff_us + max(0.0, attention_us - cover_us)) / 1e3
     result |= {
         "layers": layers,
         "handoff_us_per_layer": handoff_us,
         "cpu_attention_us_per_layer": attention_us,
-        "answer_us_mean": (after.answer_ns - before.answer_ns) / 1e3 / max(1, after.handoffs - before.handoffs),
+        "delay_us_per_layer": delay_us,
+        "cover_us_per_layer": cover_us,
         "model_ms": model,
         "measured_ms": ms["hybrid"],
         "model_over_measured": model / ms["hybrid"],

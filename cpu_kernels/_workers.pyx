@@ -167,7 +167,7 @@ cdef extern from "fake_device.hpp" namespace "cpu_kernels" nogil:
         int64_t checked()
         int64_t wrong()
 
-    CJob empty_job(int items)
+    CJob spinning_job(int items, int64_t ns)
     vector[int64_t] c_measure "cpu_kernels::measure_round_trips"(
         CService*, uint64_t, int, const vector[CJob]&) except +
 
@@ -206,6 +206,15 @@ cdef class Job:
         self.job.cost = <CostItem><uintptr_t>cost
         self.job.streaming_stores = streaming_stores
         self.keepalive = keepalive
+
+    @staticmethod
+    def spinning(items, microseconds):
+        """A job each of whose items keeps its worker busy for so long, to put a known time in a measurement."""
+        cdef Job made = Job(0, 0)
+        if not 0 < items <= 0x7fffffff:
+            raise ValueError(f"items must be in 1..2147483647, got {items}")
+        made.job = spinning_job(items, _ns(microseconds * 1e-6))
+        return made
 
     @property
     def items(self):
@@ -442,7 +451,7 @@ cdef class Service:
         cdef vector[int64_t] times
         for job in jobs:
             if isinstance(job, int):
-                native.push_back(empty_job(job))
+                native.push_back(spinning_job(job, 0))
             else:
                 native.push_back(_job(job)[0])
         if n < 1 or native.empty():

@@ -281,10 +281,17 @@ void fill_round_trips(HandoffService* service, const HandoffMemory& memory, uint
 
 }  // namespace
 
-Job empty_job(int items) {
+Job spinning_job(int items, int64_t ns) {
   Job job;
   job.items = items;
-  job.run = [](void*, int, int) {};
+  job.context = reinterpret_cast<void*>(static_cast<uintptr_t>(ns));
+  job.run = [](void* context, int, int) {
+    const int64_t wanted = static_cast<int64_t>(reinterpret_cast<uintptr_t>(context));
+    if (wanted == 0) return;
+    const int64_t begin = now_ns();
+    while (now_ns() - begin < wanted) {
+    }
+  };
   return job;
 }
 

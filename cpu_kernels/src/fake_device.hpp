@@ -123,8 +123,8 @@ class FakeDevice {
   std::thread thread_;
 };
 
-// A job whose items do nothing.
-Job empty_job(int items);
+// A job each of whose items keeps its worker busy for so long.
+Job spinning_job(int items, int64_t ns);
 
 // Times, in nanoseconds, from raising ready to seeing done=1, with this thread as the device. Submits steps with one
 // hand-off per job (a job without items is answered by the thread that sees the flag) and overlap 1; on an error the

@@ -158,9 +158,11 @@ class HostAttention:
         Args:
             flags: False while a graph is warmed up: nobody answers then.
         """
-        outer, self.current = self.current, Emission(self, capacity, flags)
+        outer, emission = self.current, Emission(self, capacity, flags)
+        self.current = emission
         try:
-            yield self.current
+            yield emission
+            emission.end()
         finally:
             self.current = outer
 
@@ -225,7 +227,7 @@ class Emission:
         assert layer == self.sent, f"attention of layer {layer} follows that of layer {self.sent - 1}"
         owner.exchange.pack(q, k, v, owner.control, owner.outbox, owner.flags[layer, _HEADER], self._capacity)
         if self._flags:
-            owner.stream.write(owner.flag(layer, _READY), 1)
+            owner.stream.raise_flag(owner.flag(layer, _READY))
         self.sent += 1
 
     def receive(self, layer: int, out: torch.Tensor) -> None:
@@ -233,7 +235,11 @@ class Emission:
         owner = self._owner
         assert layer == self.received
         if self._flags:
-            owner.stream.wait(owner.flag(layer, _DONE), 1)
-            owner.stream.write(owner.flag(layer, _DONE), 0)
+            owner.stream.take_flag(owner.flag(layer, _DONE))
         owner.exchange.unpack(owner.inbox, owner.control, out, self._capacity)
         self.received += 1
+
+    def end(self) -> None:
+        """After the last layer, in the same capture as the layers."""
+        if self._flags and self.sent:
+            self._owner.stream.join()

@@ -550,7 +550,7 @@ void handoff_round_trips() {
   WorkerPool pool(with_threads(1));
   HandoffService service(&pool, kLong);
   for (int items : {1, 0})
-    CHECK(measure_round_trips(&service, 6 - 5 * items, 5, std::vector<Job>(10, empty_job(items))).size() == 50);
+    CHECK(measure_round_trips(&service, 6 - 5 * items, 5, std::vector<Job>(10, spinning_job(items, 0))).size() == 50);
 }
 
 void fork_is_noticed() {
