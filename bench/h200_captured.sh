@@ -10,7 +10,8 @@ model=${TMPDIR:-/tmp}/random-8b-$layers
 [ -d "$model" ] || python3 -m bench.random_model bench/shapes/llama-3.1-8b.json "$model" --layers "$layers" \
   > "$OUT/model.txt" 2>&1 & making=$!
 log "GPU tests"
-timeout 200 python3 -m pytest tests/gpu/test_captured.py -m gpu -v -s -p no:cacheprovider > "$OUT/captured_tests.txt" 2>&1 || status=1
+# Side by side: most of their time is the compilation of kernels.
+timeout 240 python3 -m pytest tests/gpu/test_captured.py -m gpu -v -n 3 -p no:cacheprovider > "$OUT/captured_tests.txt" 2>&1 || status=1
 grep -E "passed|failed|PASSED|FAILED|Error" "$OUT/captured_tests.txt" | tail -20
 wait $making || { cat "$OUT/model.txt"; exit 1; }
 log "a step and its parts, $layers layers"

@@ -310,7 +310,7 @@ def main() -> int:
     with InProcessScheduler("neo", args.model, **options) as scheduler:
         scheduler.scheduler.placement.rules = Rules(cooldown_steps=1 << 40)  # nobody returns of its own accord
         graphs = scheduler.scheduler.tp_worker.model_runner.decode_cuda_graph_runner
-        record["captured_sizes"] = getattr(graphs, "host_sizes", [])
+        record["captured"] = {name: getattr(graphs, name, None) for name in ("host_sizes", "host_graph_gb")}
         parts = record["step"] = step_parts(scheduler, args)
         print(json.dumps(parts, indent=1), flush=True)
         if abs(parts["model_over_measured"] - 1) > 0.1:

@@ -57,6 +57,8 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
         self._host_metadata: dict[str, dict[Any, Any]] = {}
         #: Empty: steps with host rows run eagerly.
         self.host_sizes: list[int] = []
+        #: What the second set takes on the device, GB as SGLang counts them (2^30 bytes).
+        self.host_graph_gb = 0.0
         super().__init__(model_runner, **kwargs)
 
     @contextlib.contextmanager
@@ -102,9 +104,9 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
                     self.capture_one_shape(size, self._with_handoffs(size), stream_idx)
         finally:
             _set_capture_lora_variant(None)
+        self.host_graph_gb = before - self._free_memory()
         logger.info(
-            f"sglang_neo: captured steps with host rows, bs={self.host_sizes}, "
-            f"mem usage={before - self._free_memory():.2f} GB"
+            f"sglang_neo: captured steps with host rows, bs={self.host_sizes}, mem usage={self.host_graph_gb:.2f} GB"
         )
 
     def _eager_reason(self) -> str | None:
