@@ -11,7 +11,13 @@ model=${TMPDIR:-/tmp}/random-8b-$layers
   > "$OUT/model.txt" 2>&1 & making=$!
 log "GPU tests"
 # Side by side: most of their time is the compilation of kernels.
-timeout 240 python3 -m pytest tests/gpu/test_captured.py -m gpu -v -n 3 -p no:cacheprovider > "$OUT/captured_tests.txt" 2>&1 || status=1
+tests=()
+for some in triton flashinfer "not in_graphs"; do
+  timeout 240 python3 -m pytest tests/gpu/test_captured.py -m gpu -v -k "$some" -p no:cacheprovider > "$work/tests-$some" 2>&1 &
+  tests+=($!)
+done
+for running in "${tests[@]}"; do wait "$running" || status=1; done
+cat "$work"/tests-* > "$OUT/captured_tests.txt"
 grep -E "passed|failed|PASSED|FAILED|Error" "$OUT/captured_tests.txt" | tail -20
 wait $making || { cat "$OUT/model.txt"; exit 1; }
 log "a step and its parts, $layers layers"

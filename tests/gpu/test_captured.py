@@ -24,6 +24,8 @@ if not torch.cuda.is_available():
 
 Tiny = Callable[..., Path]
 
+#: So little that several processes can run these tests at once.
+HOST = {"neo_host_kv_size": 0.5, "neo_cpu_threads": 3}
 #: Mean difference of log-probabilities between two right runs of the tiny models, with a wide margin.
 NOISE = 0.05
 
@@ -88,7 +90,7 @@ def test_host_rows_in_graphs(
     with InProcessScheduler("plain", model, **settings) as scheduler:
         expected = scheduler.run(requests)
     moves = RandomMoves(seed=3, rate=0.2)
-    with InProcessScheduler("neo", model, **settings) as scheduler:
+    with InProcessScheduler("neo", model, **settings, **HOST) as scheduler:
         counts = replays(scheduler, monkeypatch)
         got = scheduler.run(requests, moves)
     assert counts["host-rows"] > 20 and moves.host_steps > 50, (counts, moves.host_steps)
@@ -105,7 +107,7 @@ def test_a_wrong_hand_off_is_seen(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -
     settings = options("triton", "bfloat16", 1)
     with InProcessScheduler("plain", model, **settings) as scheduler:
         expected = scheduler.run(requests)
-    with InProcessScheduler("neo", model, **settings) as scheduler:
+    with InProcessScheduler("neo", model, **settings, **HOST) as scheduler:
         attention = scheduler.scheduler.placement.attention
         attention.geometry = dataclasses.replace(attention.geometry, scale=attention.geometry.scale * 20)
         got = scheduler.run(requests, RandomMoves(seed=3, rate=0.2))
@@ -128,7 +130,7 @@ def test_workers_that_stop_for_longer_than_the_watchdog(tiny: Tiny, monkeypatch:
             stalls[0] += 1
             stall(scheduler.placement.attention.workers, 6.0)
 
-    with InProcessScheduler("neo", model, **settings, neo_watchdog_timeout=2.0) as scheduler:
+    with InProcessScheduler("neo", model, **settings, **HOST, neo_watchdog_timeout=2.0) as scheduler:
         counts = replays(scheduler, monkeypatch)
         got = scheduler.run(requests, on_step)
         recovery = scheduler.scheduler.recovery
