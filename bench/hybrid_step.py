@@ -98,7 +98,7 @@ class Steps:
             if kind != "device" and not at_host:
                 assert scheduler.placement.move_to_host(req)
         attention, runner = scheduler.placement.attention, scheduler.tp_worker.model_runner
-        if kind == "hybrid" and len(self.attention_us) < 200:
+        if kind == "hybrid":
             attention.wait_launched()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

@@ -91,8 +91,11 @@ class Placement:
         return moved
 
     def move_to_host(self, req: Any) -> bool:
-        """Moves one running request out, now. False if host memory has no room for it."""
+        """Moves one running request out, now. False if host memory has no room, or if it waits to be prefilled again
+        (``recovery.py``): the tokens of its failed steps are none."""
         scheduler = self._scheduler
+        if req.is_retracted:
+            return False
         with self.stream_of_forwards():
             moved = self._manager.move_to_host(req, scheduler.tree_cache, scheduler.req_to_token_pool)
         if moved:
@@ -110,8 +113,10 @@ class Placement:
             self.move_to_device(batch.reqs[index])
 
     def move_to_device(self, req: Any) -> bool:
-        """Moves one host row back, now. False if the device has no room for it."""
+        """Moves one host row back, now. False if the device has no room for it, or it waits to be prefilled again."""
         scheduler = self._scheduler
+        if req.is_retracted:
+            return False
         with self.stream_of_forwards():
             return self._manager.move_to_device(req, scheduler.tree_cache, scheduler.req_to_token_pool)
 

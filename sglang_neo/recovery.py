@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sglang_neo.ranks import least_of_all_ranks
+from sglang_neo.token_manager import host_row
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,10 @@ class Recovery:
             raise RuntimeError(f"a CPU attention worker is stuck and cannot be had back: {self._reason}")
         self._over(self._attention.launched_epoch)
         for index in leaving:
+            req = running_batch.reqs[index]
+            if host_row(req) is None:  # it has come back since the step that failed
+                known = len(req.origin_input_ids) + len(req.output_ids)
+                scheduler.token_manager.trim(req, known, scheduler.req_to_token_pool)
             running_batch.release_req(index, 0, scheduler.server_args)
         staying = sorted(set(range(len(running_batch.reqs))) - set(leaving))
         running_batch.filter_batch(keep_indices=staying)

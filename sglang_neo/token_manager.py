@@ -258,6 +258,17 @@ class NeoTokenManager:
         # SGLang counts a decoded token as device KV.
         req.kv_committed_len = req.kv.kv_allocated_len = 0
 
+    def trim(self, req: Any, tokens: int, req_to_token_pool: ReqToTokenPool) -> None:
+        """Gives back what a device row has beyond its first ``tokens`` tokens. SGLang frees a request's slots by its
+        known tokens, and would lose those of tokens that came to nothing."""
+        kept, end = self.device_footprint(tokens), req.kv.kv_allocated_len
+        if end <= tokens:
+            return
+        if kept < end:
+            beyond = req_to_token_pool.req_to_token[req.req_pool_idx, kept:end]
+            self._allocator.free_segment(beyond, start_pos=kept)
+        req.kv_committed_len = req.kv.kv_allocated_len = tokens
+
     def release(self, req: Any) -> None:
         """The request has ended, been aborted or retracted. Its whole pages stay in the radix cache; the others go as
         soon as no step names them."""

@@ -17,7 +17,7 @@ from cpu_kernels.workers import Job
 from sglang_neo.planning.placement import Rules, pause_after
 from tests.harness.exact import assert_exact
 from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request
-from tests.harness.traffic import random_prompt, tokens
+from tests.harness.traffic import RandomMoves, random_prompt, random_requests, tokens
 
 Tiny = Callable[..., Path]
 
@@ -107,6 +107,34 @@ def test_a_step_that_is_refused_runs_without_its_host_rows(tiny: Tiny, monkeypat
         got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
         recovery = scheduler.scheduler.recovery
     assert calls[0] > 20 and recovery.failed_steps == 3
+    assert_exact(alone, tokens(got))
+
+
+@pytest.mark.parametrize(("seed", "page_size"), [(1, 1), (4, 16)])
+def test_a_step_fails_when_the_one_behind_it_is_on_its_way(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, seed: int, page_size: int
+) -> None:
+    """As on a GPU, where launching a step does not wait for the CPU: both fail, with rows moving meanwhile."""
+    from sglang_neo.hybrid.host_attention import HostAttention
+
+    requests = random_requests(seed=22 + seed)
+    with InProcessRunner("plain", tiny("llama")) as runner:
+        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
+    rng, own, last_bad, pairs = random.Random(seed), HostAttention.failure, [0], [0]
+
+    def failure(self: HostAttention, epoch: int) -> str | None:
+        assert own(self, epoch) is None
+        if epoch > last_bad[0] and rng.random() < 0.15:
+            last_bad[0] = self.launched_epoch
+            pairs[0] += last_bad[0] > epoch
+        return "injected" if epoch <= last_bad[0] else None
+
+    monkeypatch.setattr(HostAttention, "failure", failure)
+    options: dict[str, Any] = {"max_total_tokens": 1024, "max_running_requests": 16, "page_size": page_size}
+    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
+        scheduler.scheduler.placement.rules = Rules(pause_steps=2)
+        got = scheduler.run(requests, RandomMoves(seed=3, rate=0.2))
+    assert pairs[0] > 0
     assert_exact(alone, tokens(got))
 
 

@@ -6,7 +6,6 @@ are log-probabilities up to there; a wrong hand-off is off by whole units (negat
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +25,9 @@ Tiny = Callable[..., Path]
 
 #: So little that several processes can run these tests at once.
 HOST = {"neo_host_kv_size": 0.5, "neo_cpu_threads": 3}
-#: Mean difference of log-probabilities between two right runs of the tiny models, with a wide margin.
-NOISE = 0.05
+#: No difference of log-probabilities between two right runs of the tiny models is as large: 0.09 seen in bf16 on the
+#: CPU device, 1.3 with a wrong scale.
+NOISE = 0.4
 
 
 def options(backend: str, dtype: str, page_size: int) -> dict[str, Any]:
@@ -45,17 +45,23 @@ def options(backend: str, dtype: str, page_size: int) -> dict[str, Any]:
     }
 
 
-def differences(expected: dict[str, Result], got: dict[str, Result]) -> list[float]:
-    """Of the log-probabilities of the same tokens, up to the first other token of each answer."""
+def assert_alike(expected: dict[str, Result], got: dict[str, Result], least: int = 100) -> None:
+    """Up to the first other token of each answer log-probabilities are close, and there the reference was undecided.
+
+    At least so many tokens must have been compared.
+    """
     found = []
     for name, reference in expected.items():
         answer = got[name]
         assert len(answer.tokens) == len(reference.tokens), name
         for i, (a, b) in enumerate(zip(reference.tokens, answer.tokens, strict=True)):
             if a != b:
+                gap = abs(reference.top_logprobs[i][0] - reference.top_logprobs[i][1])
+                assert gap < NOISE, f"{name} differs at token {i}, where the two best were {gap:.3f} apart"
                 break
             found.append(abs(reference.logprobs[i] - answer.logprobs[i]))
-    return found
+    assert max(found) < NOISE, f"log-probabilities differ by up to {max(found):.3f}"
+    assert len(found) >= least, f"only {len(found)} tokens could be compared"
 
 
 def replays(scheduler: InProcessScheduler, monkeypatch: pytest.MonkeyPatch) -> Counter[str | None]:
@@ -94,8 +100,7 @@ def test_host_rows_in_graphs(
         counts = replays(scheduler, monkeypatch)
         got = scheduler.run(requests, moves)
     assert counts["host-rows"] > 20 and moves.host_steps > 50, (counts, moves.host_steps)
-    found = differences(expected, got)
-    assert len(found) > 100 and statistics.fmean(found) < NOISE, (len(found), statistics.fmean(found))
+    assert_alike(expected, got)
 
 
 def test_a_wrong_hand_off_is_seen(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +116,8 @@ def test_a_wrong_hand_off_is_seen(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -
         attention = scheduler.scheduler.placement.attention
         attention.geometry = dataclasses.replace(attention.geometry, scale=attention.geometry.scale * 20)
         got = scheduler.run(requests, RandomMoves(seed=3, rate=0.2))
-    assert statistics.fmean(differences(expected, got)) > NOISE
+    with pytest.raises(AssertionError):
+        assert_alike(expected, got)
 
 
 def test_workers_that_stop_for_longer_than_the_watchdog(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,4 +142,4 @@ def test_workers_that_stop_for_longer_than_the_watchdog(tiny: Tiny, monkeypatch:
         recovery = scheduler.scheduler.recovery
     assert stalls[0] and recovery.failed_steps > 0 and recovery.restarted_reqs > 0
     assert counts["host-rows"] > 0
-    assert statistics.fmean(differences(expected, got)) < NOISE
+    assert_alike(expected, got)
