@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Steps with host rows in CUDA graphs, on a CUDA machine that has torch but no package registry: build, check, measure.
 #   BUNDLE=folder OUT=folder SGLANG_NEO_COMMIT=... bench/h200_captured.sh [layers of the 8B shape, default 32]
-# BUNDLE, OUT: see bench/gpu_setup.sh.
+# BUNDLE, OUT: see bench/gpu_setup.sh. TESTS: words of pytest's -k, each a process; default: all tests.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 layers=${1:-32}
@@ -12,7 +12,7 @@ model=${TMPDIR:-/tmp}/random-8b-$layers
 log "GPU tests"
 # Side by side: most of their time is the compilation of kernels.
 tests=()
-for some in triton flashinfer "not in_graphs"; do
+for some in ${TESTS:-triton flashinfer wrong_hand_off workers_that_stop}; do
   timeout 240 python3 -m pytest tests/gpu/test_captured.py -m gpu -v -k "$some" -p no:cacheprovider > "$work/tests-$some" 2>&1 &
   tests+=($!)
 done
@@ -21,6 +21,8 @@ cat "$work"/tests-* > "$OUT/captured_tests.txt"
 grep -E "passed|failed|PASSED|FAILED|Error" "$OUT/captured_tests.txt" | tail -20
 wait $making || { cat "$OUT/model.txt"; exit 1; }
 log "a step and its parts, $layers layers"
-timeout 240 python3 -m bench.hybrid_step "$model" --out "$OUT/hybrid_step.json" --stall 6 2>&1 | tee "$OUT/hybrid_step.txt" | tail -60 || status=1
+timeout 240 python3 -m bench.hybrid_step "$model" --out "$OUT/hybrid_step.json" --stall 6 --profile profile 2>&1 \
+  | tee "$OUT/hybrid_step.txt" | tail -60 || status=1
+python3 -m sglang_neo.timeline profile --out "$OUT/timeline.json.gz" --picture "$OUT/timeline.png" || status=1
 log "done, exit $status"
 exit $status

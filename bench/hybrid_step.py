@@ -1,7 +1,7 @@
 """What a decode step with host rows consists of: measured whole, measured in parts, and the sum of the parts.
 
     python -m bench.hybrid_step MODEL --out FILE [--device-rows 32] [--host-rows 4] [--tokens 500] [--replays 5000]
-                                [--stall 6] [--backend triton] [--device cuda]
+                                [--stall 6] [--profile FOLDER] [--backend triton] [--device cuda]
 
 One of our schedulers in this process, without sockets, decodes the same requests in turns of five kinds:
 
@@ -19,7 +19,8 @@ the CPU's attention are timed by themselves, with the GPU at rest. Held against 
 
 Then ``--replays`` more steps run with both pools
 checked, and ``--stall`` stops every worker for so many seconds, longer than the watchdog waits: the requests of that
-part are compared with the same requests undisturbed.
+part are compared with the same requests undisturbed. ``--profile`` keeps a profile of some steps for
+``python -m sglang_neo.timeline FOLDER``.
 
 Exit codes: 0; 1 if the sum of the parts is off by more than 10 percent, a check fails or an answer differs; 2: bad
 input.
@@ -203,6 +204,23 @@ class Checked:
             stall(scheduler.placement.attention.workers, self._stall_s)
 
 
+class Profiled(Checked):
+    """A profile of a few steps, for sglang_neo.timeline."""
+
+    def __init__(self, host_rows: int, folder: Path, activity: str, first: int = 80, steps: int = 8):
+        super().__init__(host_rows, every=10)
+        self._folder, self._activity, self._first, self._last = folder, activity, first, first + steps
+
+    def __call__(self, scheduler: Any, step: int) -> None:
+        super().__call__(scheduler, step)
+        manager = scheduler.profiler_manager
+        if step == self._first:
+            made = manager._init_profile(str(self._folder), None, None, [self._activity], False, False, False, "step")
+            assert made.success and manager._start_profile().success
+        if step == self._last:
+            assert manager._stop_profile().success
+
+
 def stall(pool: Any, seconds: float) -> None:
     """Occupies every worker for a while."""
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)(lambda *_: time.sleep(seconds))
@@ -270,6 +288,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--replays", type=int, default=5000)
     parser.add_argument("--stall", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER")
     parser.add_argument("--watchdog", type=float, default=5.0, metavar="SECONDS")
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--device", default="cuda")
@@ -316,6 +335,9 @@ def main() -> int:
         if abs(parts["model_over_measured"] - 1) > 0.1:
             bad.append(f"the sum of the parts is {parts['model_over_measured']:.3f} of the measured step")
         save()
+        if args.profile:
+            profiled = Profiled(args.host_rows, args.profile, "GPU" if args.device == "cuda" else "CPU")
+            scheduler.run(requests(rows, args.tokens, 60, args.vocabulary, 3), profiled)
         if args.replays:
             checked = Checked(args.host_rows, every=50)
             answer = 500

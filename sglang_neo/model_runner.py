@@ -38,6 +38,14 @@ class NeoKVCacheConfigurator(KVCacheConfigurator):
         )
         return built if token_to_kv_pool_allocator is not None else token_manager.adopt(built)
 
+    def _profile_available_bytes(self, pre_model_load_memory: int) -> int:
+        available = super()._profile_available_bytes(pre_model_load_memory)
+        if not str(self.device).startswith("cuda"):
+            return available
+        from sglang_neo.hybrid.graphs import host_graph_bytes
+
+        return max(0, available - host_graph_bytes(self.server_args))
+
     def _build_req_to_token_pool(self, *, max_num_reqs: int) -> ReqToTokenPool:
         pool = super()._build_req_to_token_pool(max_num_reqs=max_num_reqs)
         if type(pool) is ReqToTokenPool:

@@ -98,6 +98,12 @@ SEAMS = (
         "the only place that names the allocator's class",
     ),
     Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        "KVCacheConfigurator._profile_available_bytes",
+        ("self", "pre_model_load_memory"),
+        "the memory for KV pools, out of which the graphs with hand-offs are kept",
+    ),
+    Seam(
         "sglang.srt.mem_cache.allocator",
         "TokenToKVPoolAllocator.__init__",
         ("self", "size", "dtype", "device", "kvcache", "need_sort"),

@@ -13,18 +13,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_lora_variant
 from sglang.srt.utils import get_available_gpu_memory
 
 from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.refusals import gpu_only_reasons
 
 logger = logging.getLogger(__name__)
 
 #: Attributes of SGLang's attention backends that hold what belongs to one captured graph, by its batch size. FlashInfer
 #: makes new wrappers at each capture, and the graph reads their memory: two graphs of one size must not share them.
 _PER_GRAPH = ("decode_cuda_graph_metadata",)
+#: Bytes on the device of one graph more. FlashInfer allocates 8 MiB for a graph's wrapper; with triton nine graphs of
+#: 32 layers took 10 MB together (one H200).
+_GRAPH_BYTES = {"flashinfer": 10 << 20}
+_GRAPH_BYTES_ELSE = 2 << 20
 #: A size is left out if the next smaller one is within this factor of the next larger one.
 _STEP = 1.25
 
@@ -40,6 +46,18 @@ def host_row_sizes(sizes: Sequence[int], step: float = _STEP) -> list[int]:
         if following is None or not kept or following > step * kept[-1]:
             kept.append(size)
     return kept
+
+
+def host_graph_bytes(args: Any) -> int:
+    """What the second set of graphs will take on the device, about: kept out of the KV pool.
+
+    Args:
+        args: NeoServerArgs, resolved.
+    """
+    decode = args.cuda_graph_config.decode
+    if args.neo_mode == "gpu-only" or decode.backend != Backend.FULL or gpu_only_reasons(args):
+        return 0
+    return len(host_row_sizes(decode.bs)) * _GRAPH_BYTES.get(args.attention_backend, _GRAPH_BYTES_ELSE)
 
 
 class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
@@ -106,7 +124,8 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
             _set_capture_lora_variant(None)
         self.host_graph_gb = before - self._free_memory()
         logger.info(
-            f"sglang_neo: captured steps with host rows, bs={self.host_sizes}, mem usage={self.host_graph_gb:.2f} GB"
+            f"sglang_neo: captured steps with host rows, bs={self.host_sizes}, mem usage={self.host_graph_gb:.2f} GB, "
+            f"of {host_graph_bytes(self.model_runner.server_args) / 2**30:.2f} GB left for them"
         )
 
     def _eager_reason(self) -> str | None:

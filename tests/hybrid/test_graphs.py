@@ -6,9 +6,11 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.model_executor.cuda_graph_config import PhaseConfig
 
 from sglang_neo.hybrid.graphs import host_row_sizes
 from tests.harness.exact import assert_exact
@@ -61,3 +63,27 @@ def test_a_graph_without_hand_offs_does_not_serve_host_rows(
         monkeypatch.setattr(NeoDecodeCudaGraphRunner, "host_rows", lambda self: contextlib.nullcontext())
         with pytest.raises(RuntimeError, match="handed over host rows"):
             scheduler.run(random_requests(seed=11, count=3), RandomMoves(seed=4, rate=0.9), check=False)
+
+
+def test_graphs_that_are_still_to_come_are_kept_out_of_the_kv_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+    from sglang_neo.hybrid import graphs
+    from sglang_neo.model_runner import NeoKVCacheConfigurator
+
+    def args(decode: PhaseConfig, **more: Any) -> Any:
+        config = SimpleNamespace(decode=decode)
+        return SimpleNamespace(**{"cuda_graph_config": config, "neo_mode": "auto", "attention_backend": "x", **more})
+
+    monkeypatch.setattr(graphs, "gpu_only_reasons", lambda args: [])
+    some = PhaseConfig(backend="full", bs=[1, 2, 4, 8])
+    assert graphs.host_graph_bytes(args(some)) == 4 * (2 << 20)
+    assert graphs.host_graph_bytes(args(some, attention_backend="flashinfer")) > graphs.host_graph_bytes(args(some))
+    assert graphs.host_graph_bytes(args(some, neo_mode="gpu-only")) == 0
+    assert graphs.host_graph_bytes(args(PhaseConfig(backend="disabled"))) == 0
+
+    monkeypatch.setattr(KVCacheConfigurator, "_profile_available_bytes", lambda self, before: 100 << 20)
+    for device, available in (("cuda", 92 << 20), ("cpu", 100 << 20)):
+        configurator = object.__new__(NeoKVCacheConfigurator)
+        configurator.device, configurator.server_args = device, args(some)
+        assert configurator._profile_available_bytes(1) == available
