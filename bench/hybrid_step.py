@@ -207,7 +207,7 @@ class Checked:
 class Profiled(Checked):
     """A profile of a few steps, for sglang_neo.timeline."""
 
-    def __init__(self, host_rows: int, folder: Path, activity: str, first: int = 80, steps: int = 8):
+    def __init__(self, host_rows: int, folder: Path, activity: str, first: int = 40, steps: int = 8):
         super().__init__(host_rows, every=10)
         self._folder, self._activity, self._first, self._last = folder, activity, first, first + steps
 
