@@ -340,6 +340,13 @@ def error_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error:")]
 
 
+def check_clean_end(server: Server, code: int) -> None:
+    """AssertionError unless the server ended with this exit code, left nothing behind and showed no traceback."""
+    assert server.wait_exit() == code, server.log_tail()
+    server.check_gone()
+    assert "Traceback" not in server.log(), server.log_tail(80)
+
+
 def check_told_in_one_line(text: str, expected: Sequence[str]) -> None:
     """Fails unless ``text`` has exactly one line ``error: ...``, with every part ``expected``, and no traceback."""
     lines = error_lines(text)

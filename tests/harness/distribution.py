@@ -15,7 +15,7 @@ TOGETHER = (
     # CPU workers of two processes at once would wait for one another's cores.
     r"tests/(test_host_rows|test_host_prefixes|test_recovery|test_timeline|test_traffic|hybrid/test_graphs)\.py",
     r"tests/server/test_(frontend|http)\.py",  # the server with the real model
-    r"tests/server/(test_parallel\.py|test_signals\.py::test_sigterm_)",  # servers with the tiny model
+    r"tests/server/test_parallel\.py",  # servers with the tiny model
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import runpy
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,14 @@ from bench.servers import (
     Server,
     ServerPool,
     ServerSpec,
+    check_clean_end,
     check_told_in_one_line,
     generate_body,
     wait_until,
 )
 from sglang_neo import __version__
+from tests.harness.exact import assert_exact
+from tests.harness.inprocess import InProcessRunner
 from tests.harness.streams import Streams
 
 CAPITAL = "The capital of France is"
@@ -218,9 +222,20 @@ def test_load_generator_of_sglang(neo: Server, smollm2: Path, tmp_path: Path, mo
     assert result["total_output_tokens"] == 4 * 8
 
 
-def test_tokens_equal_plain_sglang(servers: ServerPool, neo: Server) -> None:
+def test_tokens_equal_plain_sglang(neo: Server, smollm2: Path) -> None:
+    """SGLang's own model runner in this process, from the same text."""
+    from transformers import AutoTokenizer
+
     ours = greedy_tokens(neo, PROMPTS)
     assert len({tuple(tokens) for tokens in ours}) == len(PROMPTS)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    with InProcessRunner("plain", smollm2) as runner:
+        references = runner.references([tokenizer.encode(text) for text in PROMPTS], 24)
+    assert_exact(references, {str(i): tokens for i, tokens in enumerate(ours)})
+
+
+@pytest.mark.slow  # the same server, plain, over HTTP
+def test_tokens_equal_a_plain_server(servers: ServerPool, neo: Server) -> None:
     plain = ServerSpec(
         neo.spec.model,
         ("--dtype", "float32", "--device", "cpu", "--attention-backend", "torch_native", "--skip-server-warmup"),
@@ -228,11 +243,21 @@ def test_tokens_equal_plain_sglang(servers: ServerPool, neo: Server) -> None:
     )
     with servers.own(plain) as reference:
         assert "neo" not in reference.info()
-        assert greedy_tokens(reference, PROMPTS) == ours
+        assert greedy_tokens(reference, PROMPTS) == greedy_tokens(neo, PROMPTS)
 
 
+def test_sigterm_lets_requests_finish(servers: ServerPool, neo_spec: ServerSpec) -> None:
+    """Near the end of this file: it ends the shared server. Other signals: test_signals.py."""
+    with servers.own(neo_spec) as server:
+        streams = Streams(server, tokens=[60, 60])
+        assert not any(result.done() for result in streams.results)
+        server.signal(signal.SIGTERM, group=True)
+        assert [streams.ended_well(i) for i in range(2)] == [True, True], server.log_tail()
+        check_clean_end(server, 0)
+
+
+@pytest.mark.slow  # with data-parallel ranks: test_parallel.py
 def test_lost_scheduler_ends_the_server(servers: ServerPool, neo_spec: ServerSpec) -> None:
-    """Last in this file: it ends the shared server."""
     with servers.own(neo_spec) as server:
         streams = Streams(server, tokens=[3000])
         [scheduler] = server.children("sglang::scheduler")

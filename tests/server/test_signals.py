@@ -1,8 +1,8 @@
 """How a server ends: exit codes, requests in flight, nothing left behind, no traceback for the user to read.
 
 128 + n after signal n, as a shell has it; but SIGTERM asks a serving server to finish what it has begun, and that is a
-success: 0. A terminal's Ctrl-C and some service managers signal every process of the server at once, others only the
-launcher: both must do the same.
+success: 0 (tested in test_http.py). A terminal's Ctrl-C and some service managers signal every process of the server at
+once, others only the launcher: both must do the same.
 """
 
 from __future__ import annotations
@@ -21,27 +21,12 @@ from bench.servers import (
     Server,
     ServerPool,
     ServerSpec,
+    check_clean_end,
     check_told_in_one_line,
     wait_until,
 )
 from tests.harness.models import REPO_ROOT
 from tests.harness.streams import Streams
-
-
-def check_clean_end(server: Server, code: int) -> None:
-    assert server.wait_exit() == code, server.log_tail()
-    server.check_gone()
-    assert "Traceback" not in server.log(), server.log_tail(80)
-
-
-def test_sigterm_lets_requests_finish(servers: ServerPool, paged_spec: ServerSpec) -> None:
-    """First in this file: it takes over the last server of test_parallel.py."""
-    with servers.own(paged_spec) as server:
-        streams = Streams(server, tokens=[600, 600])
-        assert not any(result.done() for result in streams.results)
-        server.signal(signal.SIGTERM, group=True)
-        assert [streams.ended_well(i) for i in range(2)] == [True, True], server.log_tail()
-        check_clean_end(server, 0)
 
 
 def test_sigint_lets_requests_finish_and_a_second_one_does_not(servers: ServerPool, paged_spec: ServerSpec) -> None:
@@ -72,7 +57,7 @@ MOMENTS: dict[str, Callable[[Server], None]] = {
         ("importing", signal.SIGTERM, False),
         ("workers-begin", signal.SIGINT, True),
         pytest.param("model-loads", signal.SIGTERM, True, marks=pytest.mark.slow),  # between the two beside it
-        ("warm-up", signal.SIGINT, False),
+        pytest.param("warm-up", signal.SIGINT, False, marks=pytest.mark.slow),
     ],
 )
 def test_signal_while_starting(
