@@ -71,6 +71,8 @@ class Costs:
         threads: of the CPU, at work on attention.
         shared_tokens: of a prefix common to all host rows; ``Rows.tokens`` of host rows includes it.
         copying: whether copies run beside the steps and take host memory's bandwidth.
+
+    Times that every mode asks for are looked up once.
     """
 
     tables: Tables
@@ -78,6 +80,7 @@ class Costs:
     corrections: Corrections = field(default_factory=Corrections)
     shared_tokens: int = 0
     copying: bool = False
+    _known: dict[tuple[str, float, float], float] = field(default_factory=dict, compare=False, repr=False)
 
     def cpu_layer(self, rows: Rows, together: bool = True) -> float:
         """Seconds of the hand-off of one layer. ``together``: rows sit at one layer and read a common prefix once."""
@@ -91,12 +94,19 @@ class Costs:
         return seconds * self.corrections.cpu
 
     def linear(self, tokens: float) -> float:
-        return self.tables.linear.at(tokens) * self.corrections.linear
+        key = ("linear", tokens, 0)
+        if (seconds := self._known.get(key)) is None:
+            seconds = self._known[key] = self.tables.linear.at(tokens) * self.corrections.linear
+        return seconds
 
     def device_attention(self, rows: Rows) -> float:
         if rows.count <= 0:
             return 0.0
-        return self.tables.device_attention.at(rows.count, rows.tokens) * self.corrections.attention
+        key = ("attention", rows.count, rows.tokens)
+        if (seconds := self._known.get(key)) is None:
+            seconds = self.tables.device_attention.at(rows.count, rows.tokens) * self.corrections.attention
+            self._known[key] = seconds
+        return seconds
 
     def handoffs(self, rows: Rows) -> float:
         """Seconds per step that the device spends on handing rows over in all layers."""
@@ -189,13 +199,19 @@ class Costs:
 
     def rows_within(self, seconds: float, mean_tokens: float, most: int, together: bool = True) -> int:
         """How many host rows of this length the CPU attends to in so many seconds of one layer, at most ``most``."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.cpu_layer(Rows(middle, middle * mean_tokens), together) <= seconds:
-                low = middle
+        low, high = 0, most + 1  # low fits, high does not: what lies between is unknown
+        low_seconds, high_seconds = 0.0, 0.0
+        guess = most
+        while low < guess < high:
+            needed = self.cpu_layer(Rows(guess, guess * mean_tokens), together)
+            if needed <= seconds:
+                low, low_seconds = guess, needed
             else:
-                high = middle - 1
+                high, high_seconds = guess, needed
+            # The time is nearly proportional to the rows: a straight line finds the place in a few looks.
+            slope = (high_seconds - low_seconds) / (high - low) if high_seconds else 0.0
+            guess = low + int((seconds - low_seconds) / slope) if slope else (low + high) // 2
+            guess = min(max(guess, low + 1), high - 1)
         return low
 
     def lanes(self, device: Rows, mean_tokens: float, most: int) -> tuple[int, int]:
@@ -208,5 +224,5 @@ class Costs:
 
     def slots(self, device: Rows, mean_tokens: float, most: int) -> int:
         """Slots that keep the CPU busy without making the device wait, at most ``most``."""
-        cost = self.gpu_only(device)
-        return self.rows_within(cost.seconds / self.tables.layers, mean_tokens, most, together=False)
+        seconds = self.gpu_only(device).seconds
+        return self.rows_within(seconds / self.tables.layers, mean_tokens, most, together=False)

@@ -44,14 +44,9 @@ def _check_values(values: Sequence[float], name: str) -> None:
         raise ValueError(f"{name} must be finite, not negative and nondecreasing, got {list(values)}")
 
 
-def _cell(axis: Sequence[float], x: float) -> tuple[int, float]:
-    """The interval that ``x`` lies in, and how far along it lies, 0 to 1; the ends for what lies outside."""
-    if x <= axis[0] or len(axis) == 1:
-        return 0, 0.0
-    if x >= axis[-1]:
-        return len(axis) - 2, 1.0
-    i = bisect_right(axis, x) - 1
-    return i, (x - axis[i]) / (axis[i + 1] - axis[i])
+def _two(values: tuple[Any, ...], step: Any) -> tuple[Any, ...]:
+    """At least two points, so that every size lies in an interval: a single one is repeated."""
+    return values if len(values) > 1 else (values[0], values[0] + step)
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,8 @@ class Curve:
         _check_values(self.seconds, "seconds")
         if len(self.x) != len(self.seconds):
             raise ValueError(f"{len(self.x)} sizes but {len(self.seconds)} times")
+        # Derived, not fields: nothing to save or to compare.
+        object.__setattr__(self, "_points", (_two(self.x, 1.0), _two(self.seconds, 0.0)))
 
     @staticmethod
     def fit(points: Mapping[float, float]) -> Curve:
@@ -74,13 +71,11 @@ class Curve:
         return Curve(xs, monotone([points[x] for x in xs]))
 
     def at(self, x: float) -> float:
-        axis, seconds = self.x, self.seconds
-        i, part = _cell(axis, x)
-        if len(axis) == 1:
-            return seconds[0]
-        step = seconds[i + 1] - seconds[i]
-        value = seconds[i] + part * step
-        return value if x <= axis[-1] else value + (x - axis[-1]) * step / (axis[-1] - axis[-2])
+        points: tuple[tuple[float, ...], tuple[float, ...]] = self._points  # type: ignore[attr-defined]
+        axis, seconds = points
+        i = bisect_right(axis, x, 1, len(axis) - 1)
+        low, start = seconds[i - 1], axis[i - 1]
+        return low if x <= start else low + (x - start) * (seconds[i] - low) / (axis[i] - start)
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,9 @@ class Surface:
             raise ValueError(f"seconds must have the shape [{len(self.x)}][{len(self.y)}]")
         for line in (*self.seconds, *zip(*self.seconds, strict=True)):
             _check_values(line, "seconds")
-        # Derived, not fields: nothing to save or to compare.
+        rows = tuple(_two(row, 0.0) for row in self.seconds)
+        grid = rows if len(rows) > 1 else rows * 2
+        object.__setattr__(self, "_grid", (_two(self.x, 1.0), _two(self.y, 1.0), grid))
         object.__setattr__(self, "_slope_x", self._last_slope(self.x, tuple(zip(*self.seconds, strict=True))))
         object.__setattr__(self, "_slope_y", self._last_slope(self.y, self.seconds))
 
@@ -133,16 +130,17 @@ class Surface:
         return Surface(xs, ys, tuple(middle))
 
     def at(self, x: float, y: float) -> float:
-        i, u = _cell(self.x, x)
-        j, v = _cell(self.y, y)
-        low = self.seconds[i]
-        high = self.seconds[i + 1] if u else low
-        k = j + 1 if v else j
-        value = (1 - u) * ((1 - v) * low[j] + v * low[k]) + u * ((1 - v) * high[j] + v * high[k])
-        if x > self.x[-1]:
-            value += (x - self.x[-1]) * self._slope_x  # type: ignore[attr-defined]
-        if y > self.y[-1]:
-            value += (y - self.y[-1]) * self._slope_y  # type: ignore[attr-defined]
+        xs, ys, grid = self._grid  # type: ignore[attr-defined]
+        i, j = bisect_right(xs, x, 1, len(xs) - 1), bisect_right(ys, y, 1, len(ys) - 1)
+        u, v = (x - xs[i - 1]) / (xs[i] - xs[i - 1]), (y - ys[j - 1]) / (ys[j] - ys[j - 1])
+        u, v = (0.0 if u < 0 else u if u < 1 else 1.0), (0.0 if v < 0 else v if v < 1 else 1.0)
+        low, high = grid[i - 1], grid[i]
+        at_low, at_high = low[j - 1] + v * (low[j] - low[j - 1]), high[j - 1] + v * (high[j] - high[j - 1])
+        value = at_low + u * (at_high - at_low)
+        if x > xs[-1]:
+            value += (x - xs[-1]) * self._slope_x  # type: ignore[attr-defined]
+        if y > ys[-1]:
+            value += (y - ys[-1]) * self._slope_y  # type: ignore[attr-defined]
         return value
 
 
@@ -180,9 +178,13 @@ class CpuAttention:
         """
         if rows <= 0:
             return 0.0
-        i, part = _cell(self.threads, threads)
+        measured = self.threads
+        i = min(bisect_right(measured, threads), len(measured)) - 1
+        if i < 0:
+            return self._at(0, rows, kv_tokens, shared_tokens)
         seconds = self._at(i, rows, kv_tokens, shared_tokens)
-        if part:
+        if threads > measured[i] and i + 1 < len(measured):
+            part = (threads - measured[i]) / (measured[i + 1] - measured[i])
             seconds += part * (self._at(i + 1, rows, kv_tokens, shared_tokens) - seconds)
         return seconds
 
