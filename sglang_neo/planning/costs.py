@@ -84,14 +84,19 @@ class Costs:
 
     def cpu_layer(self, rows: Rows, together: bool = True) -> float:
         """Seconds of the hand-off of one layer. ``together``: rows sit at one layer and read a common prefix once."""
-        if rows.count <= 0:
+        return self._cpu_layer(rows.count, rows.tokens, self.shared_tokens if together else 0)
+
+    def _cpu_layer(self, count: float, tokens: float, shared: float) -> float:
+        if count <= 0:
             return 0.0
-        shared = self.shared_tokens if together and rows.count > 1 else 0
+        if shared:
+            shared = shared if count > 1 else 0
+            tokens = max(tokens - shared * count, 0)
         tables = self.tables
-        seconds = tables.cpu_attention.at(rows.count, max(rows.tokens - shared * rows.count, 0), self.threads, shared)
+        seconds = tables.cpu_attention.at(count, tokens, self.threads, shared) * self.corrections.cpu
         if self.copying:
             seconds *= tables.host_bandwidth / tables.host_bandwidth_copying
-        return seconds * self.corrections.cpu
+        return seconds
 
     def linear(self, tokens: float) -> float:
         key = ("linear", tokens, 0)
@@ -199,19 +204,23 @@ class Costs:
 
     def rows_within(self, seconds: float, mean_tokens: float, most: int, together: bool = True) -> int:
         """How many host rows of this length the CPU attends to in so many seconds of one layer, at most ``most``."""
+        shared = self.shared_tokens if together else 0
         low, high = 0, most + 1  # low fits, high does not: what lies between is unknown
         low_seconds, high_seconds = 0.0, 0.0
         guess = most
         while low < guess < high:
-            needed = self.cpu_layer(Rows(guess, guess * mean_tokens), together)
+            needed = self._cpu_layer(guess, guess * mean_tokens, shared)
             if needed <= seconds:
                 low, low_seconds = guess, needed
             else:
                 high, high_seconds = guess, needed
             # The time is nearly proportional to the rows: a straight line finds the place in a few looks.
-            slope = (high_seconds - low_seconds) / (high - low) if high_seconds else 0.0
-            guess = low + int((seconds - low_seconds) / slope) if slope else (low + high) // 2
-            guess = min(max(guess, low + 1), high - 1)
+            rise = high_seconds - low_seconds
+            guess = low + int((seconds - low_seconds) * (high - low) / rise) if rise > 0 else (low + high) // 2
+            if guess <= low:
+                guess = low + 1
+            elif guess >= high:
+                guess = high - 1
         return low
 
     def lanes(self, device: Rows, mean_tokens: float, most: int) -> tuple[int, int]:

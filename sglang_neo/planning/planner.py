@@ -25,7 +25,7 @@ from sglang_neo.planning.tables import Tables
 
 Place = Literal["device", "host"]
 
-#: Rows that a plan looks at one by one when some must leave the device. More never leave in one step.
+#: Device rows that leave in one step at most.
 LEAVING_AT_ONCE = 64
 
 #: Steps whose share of host-bound prefill may be saved up while there is nothing to prefill.
@@ -49,9 +49,7 @@ class Limits:
     device_page: int = 1  # tokens
     host_page: int = 64  # tokens
     host_prefill_share: float = 0.25  # of the time, for prefills of host-bound prompts while device rows wait
-    margin: float = 0.03  # by which another mode must be faster
-    hold_steps: int = 16  # that a mode stays, unless another is faster by ``overrule``
-    overrule: float = 0.15
+    margin: float = 0.03  # by which the CPU's part must be faster than none
     patience: int = 2048  # steps that host rows stand still before they get the next room on the device
     rules: placement.Rules = field(default_factory=placement.Rules)
     guard: GuardRules = field(default_factory=GuardRules)
@@ -109,6 +107,7 @@ class StepPlan:
     to_device: tuple[int, ...] = ()  # indices into ``State.host_rows``
     probe: bool = False  # gpu_only only to compare
     standing: int = 0  # host rows that are there and do not take part
+    regret: float = 0.0  # steps' worth of tokens lost since ``decode_mode`` is no longer the fastest
 
     @property
     def host_rows(self) -> int:
@@ -121,7 +120,7 @@ class Memory:
     """What the planner carries from step to step."""
 
     mode: Mode = "gpu_only"  # of decode steps
-    steps_in_mode: int = 0
+    regret: float = 0.0
     steps_since_departure: int = 1 << 30
     stalled: int = 0  # steps in a row in which there were host rows and none took part
     host_prefill_credit: float = 0.0  # seconds
@@ -160,14 +159,16 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory) -> StepPl
     if host and (state.host_rows or state.waiting) and not memory.guard.closed:
         could, now = _choices(state, limits, costs, device, alone)
     best = max(now, key=lambda choice: choice.rate)
-    current = _held(best, now, limits, memory)
+    current, regret = _held(best, now, tables.layers, memory)
     goal = max(could, key=lambda choice: choice.rate)
     pays = goal.mode != "gpu_only" and goal.rate > alone.rate * (1 + limits.margin) and memory.stalled < limits.patience
 
     prompts, place = _admitted(state, limits, memory, goal if pays else alone, bool(leaving))
     if prompts:
         assert place is not None
-        return replace(_prefill(state, limits, costs, current, prompts, place), to_host=leaving)
+        if current.mode == memory.mode:
+            regret = memory.regret  # nothing is lost in a prefill, whatever mode decode steps have
+        return _prefill(state, limits, costs, current, regret, prompts, place)
     returning: tuple[int, ...] = ()
     settled = not leaving and memory.steps_since_departure >= limits.rules.cooldown_steps
     if state.host_rows and settled and not (pays and state.waiting):
@@ -190,6 +191,7 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory) -> StepPl
         to_device=returning,
         probe=memory.guard.probing,
         standing=0 if chosen.slots else staying - lane_a - lane_b,
+        regret=regret,
     )
 
 
@@ -260,13 +262,19 @@ def _with_rows(
     return choices
 
 
-def _held(best: Choice, now: Sequence[Choice], limits: Limits, memory: Memory) -> Choice:
-    """The mode of before, as long as it is possible and the best one is not faster by enough."""
+def _held(best: Choice, now: Sequence[Choice], layers: int, memory: Memory) -> tuple[Choice, float]:
+    """The mode of before until what it has lost against the best is worth a change, and that loss, in steps.
+
+    Whoever changes as soon as the loss reaches the price of changing loses at most twice what perfect foresight would.
+    The price: rows of deferred mode are between two layers, and what they have of their token, up to a step per layer,
+    is lost or comes late; elsewhere it is about a step.
+    """
     before = next((choice for choice in now if choice.mode == memory.mode), None)
-    if before is None or before is best:
-        return best
-    needed = limits.margin if memory.steps_in_mode >= limits.hold_steps else limits.overrule
-    return best if best.rate > before.rate * (1 + needed) else before
+    if before is None or before is best or before.rate <= 0:
+        return best, 0.0
+    regret = memory.regret + best.rate / before.rate - 1
+    price = layers + 1 if "deferred" in (best.mode, before.mode) else 1
+    return (best, 0.0) if regret >= price else (before, regret)
 
 
 # -- rows that move ----------------------------------------------------------------------------------------------------
@@ -282,12 +290,15 @@ def _leaving(state: State, limits: Limits) -> tuple[int, ...]:
     if state.device_free >= rows * limits.device_page:
         return ()
     needed = rows * _pages(limits.rules.growth_steps, limits.device_page) - state.device_free
-    first = max(1, rows - LEAVING_AT_ONCE)  # the oldest stays
-    movable = [
-        placement.Row(i, _pages(tokens, limits.device_page), _pages(tokens + 1, limits.host_page))
-        for i, tokens in enumerate(islice(state.device_rows, first, None), first)
-    ]
-    return tuple(placement.to_host(movable, needed, state.host_free, partly=True))
+    newest: list[placement.Row] = []
+    freed = 0
+    for i in range(rows - 1, max(0, rows - 1 - LEAVING_AT_ONCE), -1):  # the oldest stays
+        tokens = state.device_rows[i]
+        newest.append(placement.Row(i, _pages(tokens, limits.device_page), _pages(tokens + 1, limits.host_page)))
+        freed += newest[-1].device_tokens
+        if freed >= needed:
+            break
+    return tuple(placement.to_host(newest[::-1], needed, state.host_free, partly=True))
 
 
 def _returning(state: State, limits: Limits) -> tuple[int, ...]:
@@ -351,7 +362,13 @@ def _admitted(
 
 
 def _prefill(
-    state: State, limits: Limits, costs: Costs, current: Choice, prompts: Sequence[Prompt], place: Place
+    state: State,
+    limits: Limits,
+    costs: Costs,
+    current: Choice,
+    regret: float,
+    prompts: Sequence[Prompt],
+    place: Place,
 ) -> StepPlan:
     """A step that prefills; host rows decode in lane B beside it if that pays."""
     first = prompts[0]
@@ -392,6 +409,7 @@ def _prefill(
         prefill_to=place,
         load_back=load_back,
         standing=len(state.host_rows) - lane_b,
+        regret=regret,
     )
 
 
@@ -440,7 +458,7 @@ def after_step(
     return (
         Memory(
             mode=step.decode_mode,
-            steps_in_mode=memory.steps_in_mode + 1 if step.decode_mode == memory.mode else 0,
+            regret=step.regret,
             steps_since_departure=0 if step.to_host else memory.steps_since_departure + 1,
             stalled=memory.stalled + 1 if step.standing and not step.host_rows else 0,
             host_prefill_credit=credit,

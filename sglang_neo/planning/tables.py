@@ -179,11 +179,9 @@ class CpuAttention:
         if rows <= 0:
             return 0.0
         measured = self.threads
-        i = min(bisect_right(measured, threads), len(measured)) - 1
-        if i < 0:
-            return self._at(0, rows, kv_tokens, shared_tokens)
-        seconds = self._at(i, rows, kv_tokens, shared_tokens)
-        if threads > measured[i] and i + 1 < len(measured):
+        i = bisect_right(measured, threads) - 1 if len(measured) > 1 else 0
+        seconds = self._at(max(i, 0), rows, kv_tokens, shared_tokens)
+        if 0 <= i < len(measured) - 1 and threads > measured[i]:
             part = (threads - measured[i]) / (measured[i + 1] - measured[i])
             seconds += part * (self._at(i + 1, rows, kv_tokens, shared_tokens) - seconds)
         return seconds
