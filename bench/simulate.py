@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import heapq
+import json
 import multiprocessing
 import random
 import statistics
@@ -58,11 +59,7 @@ class Request:
     host_tokens: int = 0  # output tokens decoded from host memory
     retractions: int = 0
     in_flight: bool = False  # between two layers of a deferred step
-
-    @property
-    def kv(self) -> int:
-        """Tokens in its pool while it decodes: all but the newest."""
-        return self.prompt + max(self.produced - 1, 0)
+    kv: int = 0  # tokens in its pool while it decodes: all but the newest
 
     @property
     def to_prefill(self) -> int:
@@ -295,8 +292,9 @@ class Server:
 
     # -- state -------------------------------------------------------------------------------------------------
 
-    def _growth(self, request: Request) -> int:
-        return int(self._reserved * (request.output - request.produced))
+    def _growth(self, requests: Iterable[Request]) -> int:
+        """Tokens reserved for the output to come of these requests."""
+        return int(self._reserved * sum([request.output - request.produced for request in requests]))
 
     @staticmethod
     def _pages(tokens: int) -> int:
@@ -309,12 +307,12 @@ class Server:
     def _device_used(self) -> int:
         partial = self._partial()
         used = partial.prompt + partial.produced if partial and partial.place == "device" else 0
-        return used + sum(request.kv for request in self._device)
+        return used + sum([request.kv for request in self._device])
 
     def _host_used(self) -> int:
         partial = self._partial()
         used = self._pages(partial.prompt + partial.produced) if partial and partial.place == "host" else 0
-        return used + sum(self._pages(request.kv + 1) for request in self._host)
+        return used + sum([-(-(request.kv + 1) // 64) * 64 for request in self._host])
 
     def _state(self) -> State:
         waiting: list[Prompt] = []
@@ -323,7 +321,7 @@ class Server:
             if len(waiting) >= min(SHOWN, room_for):
                 break
             tokens = request.to_prefill
-            room = request.prompt + request.produced + self._growth(request)
+            room = request.prompt + request.produced + self._growth((request,))
             waiting.append(Prompt(tokens, request.prefilled, room, request.best_effort, request.place))
         in_flight = self.memory.mode == "deferred"
         if not in_flight:
@@ -334,8 +332,8 @@ class Server:
             waiting=tuple(waiting),
             device_free=self._device_pool - self._device_used(),
             host_free=self._host_pool - self._host_used(),
-            device_reserved=sum(map(self._growth, self._device)),
-            host_reserved=sum(map(self._growth, self._host)),
+            device_reserved=self._growth(self._device),
+            host_reserved=self._growth(self._host),
             best_effort_host_rows=sum(request.best_effort for request in self._host),
             cpu_lag=self.machine.lag(self._now),
         )
@@ -372,6 +370,14 @@ class Server:
 
     # -- what a step does --------------------------------------------------------------------------------------
 
+    def _land_for_lanes(self, step: StepPlan) -> None:
+        """gpu_only steps and prefills leave rows between two layers where they are; lanes take them only whole."""
+        if self._flying and (step.lane_a or step.lane_b):
+            for cohort in self._cohorts:
+                for request in cohort:
+                    self._land(request)
+                cohort.clear()
+
     def _move(self, leaving: Sequence[Request], returning: Sequence[Request]) -> None:
         for request in leaving:
             self._device.remove(request)
@@ -390,6 +396,7 @@ class Server:
         return replace(step, prefill=(tokens,), prefill_to="device", cost=cost)
 
     def _prefill(self, step: StepPlan) -> Measured:
+        self._land_for_lanes(step)
         lane = self._host[: step.lane_b]
         lane_b = Rows(len(lane), sum(request.kv for request in lane))
         past = sum(request.prefilled for request in list(self._waiting)[: len(step.prefill)])
@@ -412,12 +419,8 @@ class Server:
     def _decode(self, step: StepPlan, moved: set[int]) -> Measured:
         device = [request for request in self._device if id(request) not in moved]
         host = [request for request in self._host if id(request) not in moved]
-        rows = Rows(len(device), sum(request.kv for request in device))
-        if step.decode_mode != "deferred":
-            for cohort in self._cohorts:
-                for request in cohort:
-                    self._land(request)
-                cohort.clear()
+        rows = Rows(len(device), sum([request.kv for request in device]))
+        self._land_for_lanes(step)
         if step.mode == "deferred":
             measured, served = self._decode_deferred(step, rows, host)
         else:
@@ -461,7 +464,8 @@ class Server:
 
     def _give_token(self, requests: Iterable[Request], place: Place) -> None:
         for request in requests:
-            self._flying_tokens += request.in_flight and request.produced > 0  # its KV grows
+            request.kv = request.prompt + request.produced
+            self._flying_tokens += request.in_flight
             request.produced += 1
             request.served = self.step
             if place == "host":
@@ -527,7 +531,7 @@ KV_BUDGETS = {"starved": 4.0, "short": 16.0, "ample": 64.0}
 
 
 def grid(machine: str, model: str, small: bool) -> Iterator[Point]:
-    prompts, outputs, loads = (128, 512, 1024, 4096), (32, 128, 512, 1024), (0.3, 0.7, 1.0, 1.5, 2.0)
+    prompts, outputs, loads = (128, 512, 1024, 4096), (32, 128, 512, 1024), (0.3, 0.8, 1.2, 2.0)
     if small:
         prompts, outputs, loads = (128, 4096), (32, 256), (0.3, 2.0)  # type: ignore[assignment]
     seed = 0
@@ -543,7 +547,7 @@ def _limits(machine: Machine, modes: tuple[Mode, ...], **more: Any) -> Limits:
     return Limits(threads=machine.threads, modes=modes, **more)
 
 
-def run_point(point: Point, requests: int, perturbation: Perturbation) -> dict[str, Any]:
+def run_point(point: Point, requests: float, perturbation: Perturbation) -> dict[str, Any]:
     """All fixed modes and auto on one point: the same requests, the same machine."""
     machine, model = MACHINES[point.machine], MODELS[point.model]
     known = tables(machine, model)
@@ -554,10 +558,11 @@ def run_point(point: Point, requests: int, perturbation: Perturbation) -> dict[s
         limits = _limits(machine, modes, max_host_tpot=None)
         return Server(load, known, limits, pool, host, perturbation, point.seed).run()
 
-    capacity = serve(AUTO[:1], backlog(max(16, int(3 * point.device_rows)), point.prompt, point.output))
+    count = int(requests * point.device_rows) + 64
+    capacity = serve(AUTO[:1], backlog(int(4 * point.device_rows), point.prompt, point.output))
     rate = point.load * capacity.throughput / point.output
     outcomes = {
-        name: serve(modes, poisson(requests, rate, point.prompt, point.output, point.seed))
+        name: serve(modes, poisson(count, rate, point.prompt, point.output, point.seed))
         for name, modes in {**FIXED, "auto": AUTO}.items()
     }
     fixed = {name: outcomes[name].throughput for name in FIXED}
@@ -593,7 +598,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a few points of it")
     parser.add_argument("--machine", choices=MACHINES, default="H200")
     parser.add_argument("--model", choices=MODELS, default="Llama-3.1-70B, 20 layers")
-    parser.add_argument("--requests", type=int, default=192, help="per point and mode (default 192)")
+    parser.add_argument("--requests", type=float, default=8, help="per row of the device's pool, and 64 (default 8)")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", metavar="FILE", help="where the result goes; - is the standard output")
     args = parser.parse_args()

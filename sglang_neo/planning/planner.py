@@ -25,11 +25,15 @@ from sglang_neo.planning.tables import Tables
 
 Place = Literal["device", "host"]
 
-#: Device rows that leave in one step at most.
-LEAVING_AT_ONCE = 64
+#: Rows that leave the device in one step at most, or return to it.
+MOVED_AT_ONCE = 64
 
 #: Steps whose share of host-bound prefill may be saved up while there is nothing to prefill.
 SAVED_STEPS = 64
+
+#: A host-bound prefill waits until so much of the host rows is missing, or until it costs no more than this much beyond
+#: what its tokens cost in a full one.
+REPLACED_TOGETHER, PREFILL_WASTE = 0.25, 0.05
 
 _LEARNER = Proportional()
 
@@ -140,6 +144,8 @@ class Choice:
     slots: int = 0
     resident: int = 0  # host rows that it needs to go on like this
     host_tpot: float = 0.0  # seconds
+    host_tokens: float = 0.0  # of ``tokens``, those of host rows
+    cohorts: int = 1  # steps that a host row's token takes
 
     @property
     def rate(self) -> float:
@@ -159,19 +165,20 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory) -> StepPl
     if host and (state.host_rows or state.waiting) and not memory.guard.closed:
         could, now = _choices(state, limits, costs, device, alone)
     best = max(now, key=lambda choice: choice.rate)
-    current, regret = _held(best, now, tables.layers, memory)
+    current, regret = _held(best, now, memory)
     goal = max(could, key=lambda choice: choice.rate)
     pays = goal.mode != "gpu_only" and goal.rate > alone.rate * (1 + limits.margin) and memory.stalled < limits.patience
 
-    prompts, place = _admitted(state, limits, memory, goal if pays else alone, bool(leaving))
+    prompts, place = _admitted(state, limits, costs, memory, goal if pays else alone, bool(leaving))
     if prompts:
         assert place is not None
         if current.mode == memory.mode:
             regret = memory.regret  # nothing is lost in a prefill, whatever mode decode steps have
         return _prefill(state, limits, costs, current, regret, prompts, place)
     returning: tuple[int, ...] = ()
-    settled = not leaving and memory.steps_since_departure >= limits.rules.cooldown_steps
-    if state.host_rows and settled and not (pays and state.waiting):
+    # If others wait, the room goes to somebody at once: to the host rows, who came first, unless they do well there.
+    settled = memory.steps_since_departure >= limits.rules.cooldown_steps
+    if state.host_rows and not leaving and (not pays if state.waiting else settled):
         returning = _returning(state, limits)
     # A comparison, or a CPU that has fallen behind: this step goes without it, and what it has in hand waits.
     chosen = alone if memory.guard.probing or state.cpu_lag > limits.max_lag else current
@@ -241,9 +248,8 @@ def _with_rows(
     if "sync" in limits.modes:
         count = min(rows, limits.max_lane_rows)
         cost = costs.sync(device, Rows(count, count * mean))
-        choices.append(
-            Choice("sync", cost, device.count + count, count, 0, 0, count, cost.seconds * max(1, rows / count))
-        )
+        tpot = cost.seconds * max(1, rows / count)
+        choices.append(Choice("sync", cost, device.count + count, count, 0, 0, count, tpot, count))
     if lanes != (0, 0):
         lane_b = min(rows, lanes[1])
         lane_a = min(rows - lane_b, lanes[0])
@@ -251,30 +257,41 @@ def _with_rows(
         count = lane_a + lane_b
         if count:
             tpot, needed = cost.seconds * max(1, rows / count), lanes[0] + lanes[1]
-            choices.append(Choice("pipelined", cost, device.count + count, lane_a, lane_b, 0, needed, tpot))
+            choices.append(Choice("pipelined", cost, device.count + count, lane_a, lane_b, 0, needed, tpot, count))
     if slots:
         cohorts = costs.tables.layers + 1
         count = min(slots, -(-rows // cohorts))
         entering = min(count, rows / cohorts)  # tokens per step: cohorts may have empty places
         cost = costs.deferred(device, Rows(count, count * mean), entering / count)
         tpot = cost.seconds * max(cohorts, rows / count)
-        choices.append(Choice("deferred", cost, device.count + entering, 0, 0, count, slots * cohorts, tpot))
+        tokens = device.count + entering
+        choices.append(Choice("deferred", cost, tokens, 0, 0, count, slots * cohorts, tpot, entering, cohorts))
     return choices
 
 
-def _held(best: Choice, now: Sequence[Choice], layers: int, memory: Memory) -> tuple[Choice, float]:
-    """The mode of before until what it has lost against the best is worth a change, and that loss, in steps.
+def _held(best: Choice, now: Sequence[Choice], memory: Memory) -> tuple[Choice, float]:
+    """The mode of before until what it has lost against the best pays for a change, and that loss, in steps.
 
     Whoever changes as soon as the loss reaches the price of changing loses at most twice what perfect foresight would.
-    The price: rows of deferred mode are between two layers, and what they have of their token, up to a step per layer,
-    is lost or comes late; elsewhere it is about a step.
+    A better mode that is cheap to change to need not wait for the best one.
     """
     before = next((choice for choice in now if choice.mode == memory.mode), None)
     if before is None or before is best or before.rate <= 0:
         return best, 0.0
     regret = memory.regret + best.rate / before.rate - 1
-    price = layers + 1 if "deferred" in (best.mode, before.mode) else 1
-    return (best, 0.0) if regret >= price else (before, regret)
+    better = [c for c in now if c.rate > before.rate and regret >= _price(before, c)]
+    return (max(better, key=lambda choice: choice.rate), 0.0) if better else (before, regret)
+
+
+def _price(before: Choice, after: Choice) -> float:
+    """Of a change of mode, in steps: about one, and what is lost of tokens that are under way.
+
+    Rows of deferred mode are between two layers, half a token done on average. gpu_only leaves them there; lanes take
+    rows only whole.
+    """
+    if before.mode == "deferred" and after.mode != "gpu_only":
+        return 1 + before.host_tokens * before.cohorts / 2 / before.tokens
+    return 1
 
 
 # -- rows that move ----------------------------------------------------------------------------------------------------
@@ -292,7 +309,7 @@ def _leaving(state: State, limits: Limits) -> tuple[int, ...]:
     needed = rows * _pages(limits.rules.growth_steps, limits.device_page) - state.device_free
     newest: list[placement.Row] = []
     freed = 0
-    for i in range(rows - 1, max(0, rows - 1 - LEAVING_AT_ONCE), -1):  # the oldest stays
+    for i in range(rows - 1, max(0, rows - 1 - MOVED_AT_ONCE), -1):  # the oldest stays
         tokens = state.device_rows[i]
         newest.append(placement.Row(i, _pages(tokens, limits.device_page), _pages(tokens + 1, limits.host_page)))
         freed += newest[-1].device_tokens
@@ -304,8 +321,8 @@ def _leaving(state: State, limits: Limits) -> tuple[int, ...]:
 def _returning(state: State, limits: Limits) -> tuple[int, ...]:
     """Host rows that come back, those first that have waited longest."""
     rules = limits.rules
-    if state.waiting:  # the room would not stay free anyway
-        rules = replace(rules, return_steps=rules.growth_steps)
+    if state.waiting:  # the room would not stay free anyway, and a copy is cheaper than the prefill it stands for
+        rules = replace(rules, return_steps=rules.growth_steps, returns_per_step=MOVED_AT_ONCE)
     rows = [
         placement.Row(i, _pages(tokens, limits.device_page), _pages(tokens, limits.host_page))
         for i, tokens in enumerate(islice(state.host_rows, rules.returns_per_step))
@@ -318,7 +335,7 @@ def _returning(state: State, limits: Limits) -> tuple[int, ...]:
 
 
 def _admitted(
-    state: State, limits: Limits, memory: Memory, goal: Choice, leaving: bool
+    state: State, limits: Limits, costs: Costs, memory: Memory, goal: Choice, leaving: bool
 ) -> tuple[tuple[Prompt, ...], Place | None]:
     """The first waiting prompts that this step prefills, and where their KV goes.
 
@@ -358,6 +375,12 @@ def _admitted(
             wanted -= 1
         prompts.append(prompt)
         tokens += prompt.tokens
+    if place == "host" and prompts[0].place is None and len(prompts) < len(state.waiting) and state.device_rows:
+        # Host rows end one by one. To replace each at once would cost a small prefill each, most of it overhead.
+        few = goal.resident - resident < REPLACED_TOGETHER * goal.resident
+        whole = costs.prefill(limits.prefill_tokens, 0).seconds / limits.prefill_tokens
+        if few and costs.prefill(tokens, 0).seconds > (1 + PREFILL_WASTE) * whole * tokens:
+            return (), None
     return tuple(prompts), place
 
 
