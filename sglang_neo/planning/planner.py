@@ -174,7 +174,8 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory) -> StepPl
         assert place is not None
         if current.mode == memory.mode:
             regret = memory.regret  # nothing is lost in a prefill, whatever mode decode steps have
-        return _prefill(state, limits, costs, current, regret, prompts, place)
+        open_to_cpu = not memory.guard.closed and state.cpu_lag <= limits.max_lag
+        return _prefill(state, limits, costs, current, regret, open_to_cpu, prompts, place)
     returning: tuple[int, ...] = ()
     # If others wait, the room goes to somebody at once: to the host rows, who came first, unless they do well there.
     settled = memory.steps_since_departure >= limits.rules.cooldown_steps
@@ -390,6 +391,7 @@ def _prefill(
     costs: Costs,
     current: Choice,
     regret: float,
+    open_to_cpu: bool,
     prompts: Sequence[Prompt],
     place: Place,
 ) -> StepPlan:
@@ -413,14 +415,9 @@ def _prefill(
             cost = costs.prefill(sum(chunks), past)
     lane_b = 0
     # In deferred mode host rows are between two layers and take no part in lanes.
-    if state.host_rows and "pipelined" in limits.modes and current.mode in ("pipelined", "sync"):
-        mean = sum(state.host_rows) / len(state.host_rows)
-        most = min(len(state.host_rows), limits.max_lane_rows)
-        rows = costs.rows_within(cost.prefill / costs.tables.layers, mean, most)
-        if rows:
-            both = costs.prefill(sum(chunks), past, Rows(rows, rows * mean))
-            if lane_beside_prefill_pays(current.rate, rows, both.seconds - cost.seconds).holds:
-                lane_b, cost = rows, both
+    if state.host_rows and "pipelined" in limits.modes and open_to_cpu and current.mode != "deferred":
+        rate = max(current.rate, _full_rate(state, costs))
+        chunks, lane_b, cost = _beside_prefill(state, limits, costs, rate, chunks, past, cost)
     return StepPlan(
         mode="pipelined" if lane_b else "gpu_only",
         decode_mode=current.mode,
@@ -434,6 +431,47 @@ def _prefill(
         standing=len(state.host_rows) - lane_b,
         regret=regret,
     )
+
+
+def _full_rate(state: State, costs: Costs) -> float:
+    """Tokens per second of device rows once those that wait and have room on the device decode there too."""
+    count, tokens, free = len(state.device_rows), sum(state.device_rows), state.device_free - state.device_reserved
+    for prompt in state.waiting:
+        if prompt.place != "host":
+            free -= prompt.room
+            if free < 0:
+                break
+            count += 1
+            tokens += prompt.tokens + prompt.past
+    return count / costs.gpu_only(Rows(count, tokens)).seconds
+
+
+def _beside_prefill(
+    state: State, limits: Limits, costs: Costs, rate: float, chunks: tuple[int, ...], past: int, cost: StepCost
+) -> tuple[tuple[int, ...], int, StepCost]:
+    """Host rows that decode in lane B beside a prefill, if that pays, and the prefill of that step.
+
+    A long prefill is cut so that the CPU, which attends to each row once per step, has something to do all the time.
+
+    Args:
+        rate: tokens per second of the best decode step.
+        cost: of the prefill alone.
+    """
+    mean = sum(state.host_rows) / len(state.host_rows)
+    most = min(len(state.host_rows), limits.max_lane_rows)
+    whole = sum(chunks)
+    busy = costs.tables.layers * costs.cpu_layer(Rows(most, most * mean))
+    cut = max(int(whole * busy / cost.prefill), limits.host_page)
+    for tokens in (cut, whole) if cut < whole else (whole,):
+        part = _chunks(chunks, tokens)
+        alone = costs.prefill(tokens, past)
+        rows = costs.rows_within(alone.prefill / costs.tables.layers, mean, most)
+        both = costs.prefill(tokens, past, Rows(rows, rows * mean))
+        # A part of the prefill may cost more than its share of the whole: that is the lane's fault too.
+        added = both.seconds - cost.seconds * tokens / whole
+        if rows and lane_beside_prefill_pays(rate, rows, added).holds:
+            return part, rows, both
+    return chunks, 0, cost
 
 
 def _chunks(tokens: Iterable[int], most: int) -> tuple[int, ...]:

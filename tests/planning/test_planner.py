@@ -196,7 +196,11 @@ def test_a_lane_of_host_rows_rides_beside_a_prefill_if_that_pays() -> None:
     waiting = (Prompt(4000, room=5000),)
     there = state(8, 60, waiting=waiting, device_free=FREE)
     step = plan(there, only("pipelined"), TABLES, in_mode("pipelined"))
-    assert step.prefill == (4000,) and step.mode == "pipelined" and step.lane_b > 30 and step.lane_a == 0
+    assert step.mode == "pipelined" and step.lane_b > 45 and step.lane_a == 0
+    assert step.cost.cpu == pytest.approx(step.cost.prefill, rel=0.2), "a long prefill is cut to what the CPU has to do"
+    assert step.prefill < (4000,) and not step.to_device
+    closed = plan(there, only("pipelined"), TABLES, in_mode("pipelined", guard=Guard(pause_left=3)))
+    assert closed.lane_b == 0
     short = replace(there, waiting=(Prompt(64, room=100),))
     few = plan(short, only("pipelined"), replace(TABLES, lane_overhead=5e-3), in_mode("pipelined"))
     assert few.prefill == (64,) and few.lane_b == 0 and few.mode == "gpu_only", "the CPU has no time for many"
