@@ -17,8 +17,8 @@ from sglang_neo.planning.planner import Limits
 #: Steps of SGLang 0.5.17 with CUDA graphs: model, rows, tokens per row, milliseconds.
 SERVED = (("Llama-3.1-8B", 64, 576, 7.06), ("Llama-3.1-70B", 12, 1000, 38.0))
 
-#: Steps of 80 layers of the 70B shape without a head, one captured graph each, 12 device rows and the host rows of 1,000
-#: tokens each: mode, host rows beside the device rows, host rows in lane B or slots, milliseconds.
+#: Steps of 80 layers of the 70B shape without a head, one captured graph each, 12 device rows and the host rows of
+#: 1,000 tokens each: mode, host rows beside the device rows, host rows in lane B or slots, milliseconds.
 STACK: tuple[tuple[Mode, int, int, float], ...] = (
     ("gpu_only", 0, 0, 35.7),
     ("pipelined", 0, 8, 70.7),

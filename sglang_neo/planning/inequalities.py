@@ -182,15 +182,15 @@ def deferred_slots(terms: Terms, host_rows: float, rows_that_fit: float, graph_s
     cohorts = terms.layers + 1
     return {
         "CPU": terms.host_rate * (terms.linear + terms.attention),
-        "host memory": rows_that_fit / cohorts,
         "queue": host_rows / cohorts,
+        "host memory": rows_that_fit / cohorts,
         "graph": graph_slots,
     }
 
 
 def pipelined_rows(terms: Terms, host_rows: float, rows_that_fit: float) -> Mapping[str, float]:
     """What bounds the host rows of a pipelined step, each by name; the least of them counts."""
-    return {"CPU": pipelined_host_rows(terms), "host memory": rows_that_fit, "queue": host_rows}
+    return {"CPU": pipelined_host_rows(terms), "queue": host_rows, "host memory": rows_that_fit}
 
 
 def deferred_tpot(terms: Terms, host_rows: float, slots: float, handoff: float = 0) -> float:

@@ -203,6 +203,16 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory) -> StepPl
     )
 
 
+def compare(state: State, limits: Limits, tables: Tables, corrections: Corrections | None = None) -> list[Choice]:
+    """The modes that could run the next decode step, gpu_only first, with their rows and what to expect of them."""
+    costs = Costs(tables, limits.threads, corrections or Corrections(), state.host_shared, state.copying)
+    device = Rows(len(state.device_rows), sum(state.device_rows))
+    alone = Choice("gpu_only", costs.gpu_only(device), device.count)
+    if len(limits.modes) == 1 or not state.host_rows:
+        return [alone]
+    return _choices(state, limits, costs, device, alone)[1]
+
+
 # -- mode --------------------------------------------------------------------------------------------------------------
 
 
