@@ -16,6 +16,7 @@ import multiprocessing
 import random
 import statistics
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -202,9 +203,11 @@ class TrueMachine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run. ``throughput``: output tokens per second from the first arrival to the last token."""
+    """Of one run. Output tokens per second: ``throughput`` from the first arrival to the last token, ``loaded`` only until
+    the last arrival, without the end of the run, in which fewer and fewer requests are left (equal for a backlog)."""
 
     throughput: float
+    loaded: float
     seconds: float
     requests: int
     host_share: float  # of the output tokens
@@ -253,6 +256,8 @@ class Server:
         self._steps: dict[str, int] = {}
         self._errors: list[float] = []
         self._lines: list[str] = []
+        self._last_arrival = max((request.arrival for request in self.requests), default=0.0)
+        self._loaded_tokens = 0
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -467,6 +472,7 @@ class Server:
             request.kv = request.prompt + request.produced
             self._flying_tokens += request.in_flight
             request.produced += 1
+            self._loaded_tokens += self._now <= self._last_arrival
             request.served = self.step
             if place == "host":
                 request.host_tokens += 1
@@ -489,6 +495,9 @@ class Server:
         host = [r.tpot for r in done if r.tpot is not None and r.host_tokens]
         return Outcome(
             throughput=tokens / seconds if seconds else 0.0,
+            loaded=self._loaded_tokens / (self._last_arrival - start)
+            if self._last_arrival > start
+            else tokens / seconds,
             seconds=seconds,
             requests=len(done),
             host_share=sum(r.host_tokens for r in self.requests) / max(tokens, 1),
@@ -565,15 +574,18 @@ def run_point(point: Point, requests: float, perturbation: Perturbation) -> dict
         name: serve(modes, poisson(count, rate, point.prompt, point.output, point.seed))
         for name, modes in {**FIXED, "auto": AUTO}.items()
     }
-    fixed = {name: outcomes[name].throughput for name in FIXED}
+    fixed = {name: outcomes[name].loaded for name in FIXED}
     best = max(fixed, key=lambda name: fixed[name])
     auto = outcomes["auto"]
+    whole = max(outcomes[name].throughput for name in FIXED)
     return {
         **asdict(point),
         "best": best,
-        "throughput": {name: round(outcome.throughput, 2) for name, outcome in outcomes.items()},
-        "auto_over_best": round(auto.throughput / fixed[best], 4),
-        "auto_over_gpu_only": round(auto.throughput / fixed["gpu_only"], 4),
+        "tokens_per_second": {name: round(outcome.loaded, 2) for name, outcome in outcomes.items()},
+        "auto_over_best": round(auto.loaded / fixed[best], 4),
+        "auto_over_gpu_only": round(auto.loaded / fixed["gpu_only"], 4),
+        "whole_run": {name: round(outcome.throughput, 2) for name, outcome in outcomes.items()},
+        "auto_over_best_whole_run": round(auto.throughput / whole, 4),
         "auto_steps": auto.steps,
         "host_share": round(auto.host_share, 3),
         "error": round(auto.error, 4),
@@ -582,27 +594,42 @@ def run_point(point: Point, requests: float, perturbation: Perturbation) -> dict
 
 def run_grid(args: argparse.Namespace) -> dict[str, Any]:
     points = list(grid(args.machine, args.model, args.small))
+    random.Random(0).shuffle(points)  # a run that is cut short has seen a bit of everything
+    end = time.monotonic() + args.time_limit if args.time_limit else float("inf")
     work = partial(run_point, requests=args.requests, perturbation=Perturbation())
-    results = []
+    results: list[dict[str, Any]] = []
     with multiprocessing.Pool(args.processes) as pool:
-        for number, result in enumerate(pool.imap(work, points), 1):
+        for result in pool.imap_unordered(work, points):
             results.append(result)
-            print(f"\r{number} of {len(points)} points", end="", file=sys.stderr)
+            print(f"\r{len(results)} of {len(points)} points", end="", file=sys.stderr)
+            if time.monotonic() > end:
+                pool.terminate()
+                break
     print(file=sys.stderr)
-    return {"grid": results}
+    results.sort(key=lambda result: int(result["seed"]))
+    return {"points": len(points), "grid": results}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=__doc__.split("\n")[0])
     parser.add_argument("--grid", action="store_true", help="auto against every fixed mode over the grid")
+    parser.add_argument("--calibration", action="store_true", help="what was measured on an H200, and the prediction")
+    parser.add_argument("--published", action="store_true", help="the gains that NEO and APEX report, and ours")
     parser.add_argument("--small", action="store_true", help="a few points of it")
     parser.add_argument("--machine", choices=MACHINES, default="H200")
     parser.add_argument("--model", choices=MODELS, default="Llama-3.1-70B, 20 layers")
     parser.add_argument("--requests", type=float, default=8, help="per row of the device's pool, and 64 (default 8)")
+    parser.add_argument("--time-limit", type=float, help="seconds after which the grid ends with what it has")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", metavar="FILE", help="where the result goes; - is the standard output")
     args = parser.parse_args()
+    from bench import evidence  # which builds on this module
+
     result: dict[str, Any] = {}
+    if args.calibration:
+        result |= evidence.calibration()
+    if args.published:
+        result |= evidence.published()
     if args.grid:
         result |= run_grid(args)
     text = json.dumps(result, indent=1)

@@ -10,6 +10,7 @@ most per second. docs/planner.md derives when that is which; ``inequalities.py``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -31,9 +32,9 @@ MOVED_AT_ONCE = 64
 #: Steps whose share of host-bound prefill may be saved up while there is nothing to prefill.
 SAVED_STEPS = 64
 
-#: A host-bound prefill waits until so much of the host rows is missing, or until it costs no more than this much beyond
-#: what its tokens cost in a full one.
-REPLACED_TOGETHER, PREFILL_WASTE = 0.25, 0.05
+#: Host rows in reserve, as a part of those that take part. A host-bound prefill waits until the reserve is gone, or
+#: until it costs no more than ``PREFILL_WASTE`` beyond what its tokens cost in a full one.
+RESERVE, PREFILL_WASTE = 0.25, 0.05
 
 _LEARNER = Proportional()
 
@@ -358,7 +359,8 @@ def _admitted(
     resident = len(state.host_rows)
     # Host rows that do not pay get the next room: they came before whoever waits.
     blocked = resident > 0 and goal.mode == "gpu_only"
-    wanted = goal.resident - resident
+    # Some in reserve: rows end, and until others have been prefilled the lanes should not run empty.
+    wanted = math.ceil(goal.resident * (1 + RESERVE)) - resident
     device_free = state.device_free - state.device_reserved
     host_free = state.host_free - state.host_reserved
     prompts: list[Prompt] = []
@@ -388,7 +390,7 @@ def _admitted(
         tokens += prompt.tokens
     if place == "host" and prompts[0].place is None and len(prompts) < len(state.waiting) and state.device_rows:
         # Host rows end one by one. To replace each at once would cost a small prefill each, most of it overhead.
-        few = goal.resident - resident < REPLACED_TOGETHER * goal.resident
+        few = resident > goal.resident
         whole = costs.prefill(limits.prefill_tokens, 0).seconds / limits.prefill_tokens
         if few and costs.prefill(tokens, 0).seconds > (1 + PREFILL_WASTE) * whole * tokens:
             return (), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -180,7 +181,11 @@ def test_no_more_prompts_go_to_the_host_than_the_mode_needs() -> None:
     limits = only("pipelined", prefill_tokens=10**6, max_lane_rows=10**6)
     step = plan(state(8, 0, waiting=waiting), limits, TABLES, Memory())
     lanes = Costs(TABLES, 8).lanes(Rows(8, 8000), 100, 10**6)
-    assert step.prefill_to == "host" and len(step.prefill) == sum(lanes)
+    assert step.prefill_to == "host" and len(step.prefill) == math.ceil(1.25 * sum(lanes)), "a quarter in reserve"
+    there = state(8, sum(lanes) + 1, 100, waiting=waiting[:100])
+    memory = in_mode("pipelined")
+    assert plan(there, limits, TABLES, memory).prefill == (), "to replace one by one would waste prefills"
+    assert plan(replace(there, host_rows=(100,) * sum(lanes)), limits, TABLES, memory).prefill
 
 
 def test_a_short_step_is_asked_for_and_given_as_far_as_it_goes() -> None:
