@@ -96,11 +96,11 @@ def test_no_request_starves_in_either_pool(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "output", "load", "rows"), [(512, 32, 2.0, 16.0), (900, 128, 1.5, 6.0), (2000, 64, 0.5, 4.0)]
+    ("prompt", "output", "load", "rows"), [(512, 32, 2.0, 16.0), (900, 96, 1.5, 6.0), (2000, 32, 0.5, 4.0)]
 )
 def test_auto_is_hardly_ever_worse_than_the_best_fixed_mode(prompt: int, output: int, load: float, rows: float) -> None:
     point = Point("H200", MODEL, prompt, output, load, "test", rows, seed=5)
-    result = run_point(point, 6, Perturbation())
+    result = run_point(point, 4, Perturbation())
     assert result["auto_over_best"] >= 0.98, result
 
 

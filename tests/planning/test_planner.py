@@ -182,10 +182,15 @@ def test_no_more_prompts_go_to_the_host_than_the_mode_needs() -> None:
     step = plan(state(8, 0, waiting=waiting), limits, TABLES, Memory())
     lanes = Costs(TABLES, 8).lanes(Rows(8, 8000), 100, 10**6)
     assert step.prefill_to == "host" and len(step.prefill) == math.ceil(1.25 * sum(lanes)), "a quarter in reserve"
-    there = state(8, sum(lanes) + 1, 100, waiting=waiting[:100])
+
+
+def test_host_rows_that_end_are_replaced_together() -> None:
+    waiting = tuple(Prompt(100, room=120) for _ in range(500))
+    limits = only("pipelined", max_lane_rows=20)
     memory = in_mode("pipelined")
-    assert plan(there, limits, TABLES, memory).prefill == (), "to replace one by one would waste prefills"
-    assert plan(replace(there, host_rows=(100,) * sum(lanes)), limits, TABLES, memory).prefill
+    reserve = plan(state(8, 21, 100, waiting=waiting), limits, TABLES, memory)
+    assert reserve.prefill == () and reserve.lane_a + reserve.lane_b == 20
+    assert len(plan(state(8, 20, 100, waiting=waiting), limits, TABLES, memory).prefill) == 5
 
 
 def test_a_short_step_is_asked_for_and_given_as_far_as_it_goes() -> None:
