@@ -1,4 +1,4 @@
-"""Pictures of docs/planner.md: ``python -m bench.planner_plots docs``."""
+"""Pictures of docs/planner.md: ``python -m bench.planner_plots docs/images``."""
 
 from __future__ import annotations
 
