@@ -1,0 +1,237 @@
+"""What a step will take, from measured tables: the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sglang_neo.planning.tables import Tables
+
+Mode = Literal["gpu_only", "sync", "pipelined", "deferred"]
+
+#: In order of preference among equals: the fewer parts, the better.
+MODES: tuple[Mode, ...] = ("gpu_only", "sync", "pipelined", "deferred")
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Factors on the tables, learnt from what steps took (correction.py): measured over predicted."""
+
+    linear: float = 1.0
+    prefill: float = 1.0  # linear layers and attention of prefills
+    attention: float = 1.0  # decode attention on the device
+    cpu: float = 1.0  # attention on the CPU
+    overhead: float = 1.0  # of launching, of the second lane and of the hand-offs on the device
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Predicted seconds of a step by the table they come from, ``Corrections`` included.
+
+    ``wait`` is what the device waits for the CPU; ``cpu`` is what the CPU works, which is not part of the step's time.
+    """
+
+    linear: float = 0.0
+    prefill: float = 0.0
+    attention: float = 0.0
+    overhead: float = 0.0
+    wait: float = 0.0
+    cpu: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Seconds that the device works."""
+        return self.linear + self.prefill + self.attention + self.overhead
+
+    @property
+    def seconds(self) -> float:
+        return self.device + self.wait
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a step: how many, and the KV tokens of all of them together."""
+
+    count: float = 0
+    tokens: float = 0
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / self.count if self.count else 0.0
+
+
+NO_ROWS = Rows()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The cost model of one machine.
+
+    Attributes:
+        threads: of the CPU, at work on attention.
+        shared_tokens: of a prefix common to all host rows; ``Rows.tokens`` of host rows includes it.
+        copying: whether copies run beside the steps and take host memory's bandwidth.
+
+    Times that every mode asks for are looked up once.
+    """
+
+    tables: Tables
+    threads: int
+    corrections: Corrections = field(default_factory=Corrections)
+    shared_tokens: int = 0
+    copying: bool = False
+    _known: dict[tuple[str, float, float], float] = field(default_factory=dict, compare=False, repr=False)
+
+    def cpu_layer(self, rows: Rows, together: bool = True) -> float:
+        """Seconds of the hand-off of one layer. ``together``: rows sit at one layer and read a common prefix once."""
+        return self._cpu_layer(rows.count, rows.tokens, self.shared_tokens if together else 0)
+
+    def _cpu_layer(self, count: float, tokens: float, shared: float) -> float:
+        if count <= 0:
+            return 0.0
+        if shared:
+            shared = shared if count > 1 else 0
+            tokens = max(tokens - shared * count, 0)
+        tables = self.tables
+        seconds = tables.cpu_attention.at(count, tokens, self.threads, shared) * self.corrections.cpu
+        if self.copying:
+            seconds *= tables.host_bandwidth / tables.host_bandwidth_copying
+        return seconds
+
+    def linear(self, tokens: float) -> float:
+        key = ("linear", tokens, 0)
+        if (seconds := self._known.get(key)) is None:
+            seconds = self._known[key] = self.tables.linear.at(tokens) * self.corrections.linear
+        return seconds
+
+    def device_attention(self, rows: Rows) -> float:
+        if rows.count <= 0:
+            return 0.0
+        key = ("attention", rows.count, rows.tokens)
+        if (seconds := self._known.get(key)) is None:
+            seconds = self.tables.device_attention.at(rows.count, rows.tokens) * self.corrections.attention
+            self._known[key] = seconds
+        return seconds
+
+    def handoffs(self, rows: Rows) -> float:
+        """Seconds per step that the device spends on handing rows over in all layers."""
+        if rows.count <= 0:
+            return 0.0
+        return self.tables.layers * self.tables.handoff.at(rows.count) * self.corrections.overhead
+
+    def gpu_only(self, device: Rows) -> StepCost:
+        return StepCost(
+            linear=self.linear(device.count),
+            attention=self.device_attention(device),
+            overhead=self.tables.step_overhead * self.corrections.overhead,
+        )
+
+    def sync(self, device: Rows, host: Rows) -> StepCost:
+        """One batch; in each layer the device waits for the CPU."""
+        cpu = self.tables.layers * self.cpu_layer(host)
+        return StepCost(
+            linear=self.linear(device.count + host.count),
+            attention=self.device_attention(device),
+            overhead=self.tables.step_overhead * self.corrections.overhead + self.handoffs(host),
+            wait=cpu,
+            cpu=cpu,
+        )
+
+    def pipelined(self, device: Rows, lane_a: Rows, lane_b: Rows) -> StepCost:
+        """Two lanes. In each layer lane B's hand-off has the time of lane A's linear layers and of the device's
+        attention, lane A's has the time of lane B's linear layers."""
+        layers = self.tables.layers
+        linear_a, linear_b = self.linear(device.count + lane_a.count), self.linear(lane_b.count)
+        attention = self.device_attention(device)
+        cpu_a, cpu_b = self.cpu_layer(lane_a), self.cpu_layer(lane_b)
+        wait = max(cpu_b - (linear_a + attention) / layers, 0) + max(cpu_a - linear_b / layers, 0)
+        return StepCost(
+            linear=linear_a + linear_b,
+            attention=attention,
+            overhead=(self.tables.step_overhead + self.tables.lane_overhead) * self.corrections.overhead
+            + self.handoffs(lane_a)
+            + self.handoffs(lane_b),
+            wait=layers * wait,
+            cpu=layers * (cpu_a + cpu_b),
+        )
+
+    def deferred(self, device: Rows, slots: Rows, occupied: float = 1.0) -> StepCost:
+        """One batch; in each layer one cohort is handed over and has a whole step until it is waited for.
+
+        Args:
+            slots: slot rows of the batch and the KV of as many host rows.
+            occupied: fraction of the slots over all layers in which a row sits.
+        """
+        layers = self.tables.layers
+        linear = self.linear(device.count + slots.count)
+        attention = self.device_attention(device)
+        overhead = self.tables.step_overhead * self.corrections.overhead + self.handoffs(slots)
+        cpu = layers * occupied * self.cpu_layer(slots, together=False)
+        return StepCost(
+            linear=linear,
+            attention=attention,
+            overhead=overhead,
+            wait=max(cpu - linear - attention - overhead, 0),
+            cpu=cpu,
+        )
+
+    def prefill(self, tokens: float, past: float, lane_b: Rows = NO_ROWS) -> StepCost:
+        """A step that prefills, with host rows in a second lane or without.
+
+        Args:
+            tokens: new tokens of all prompts.
+            past: tokens before them, of all prompts.
+        """
+        tables, factor = self.tables, self.corrections
+        prefill = (tables.linear.at(tokens) + tables.prefill_attention.at(tokens, past)) * factor.prefill
+        overhead = (tables.step_overhead + tables.eager_overhead) * factor.overhead
+        if lane_b.count <= 0:
+            return StepCost(prefill=prefill, overhead=overhead)
+        cpu = tables.layers * self.cpu_layer(lane_b)
+        return StepCost(
+            prefill=prefill,
+            linear=self.linear(lane_b.count),
+            overhead=overhead + tables.lane_overhead * factor.overhead + self.handoffs(lane_b),
+            wait=max(cpu - prefill, 0),
+            cpu=cpu,
+        )
+
+    def load_back(self, tokens: float) -> float:
+        """Seconds to copy the KV of a prefix to the device."""
+        return self.tables.to_device.at(tokens)
+
+    # -- how many host rows ------------------------------------------------------------------------------------
+
+    def rows_within(self, seconds: float, mean_tokens: float, most: int, together: bool = True) -> int:
+        """How many host rows of this length the CPU attends to in so many seconds of one layer, at most ``most``."""
+        shared = self.shared_tokens if together else 0
+        low, high = 0, most + 1  # low fits, high does not: what lies between is unknown
+        low_seconds, high_seconds = 0.0, 0.0
+        guess = most
+        while low < guess < high:
+            needed = self._cpu_layer(guess, guess * mean_tokens, shared)
+            if needed <= seconds:
+                low, low_seconds = guess, needed
+            else:
+                high, high_seconds = guess, needed
+            # The time is nearly proportional to the rows: a straight line finds the place in a few looks.
+            rise = high_seconds - low_seconds
+            guess = low + int((seconds - low_seconds) * (high - low) / rise) if rise > 0 else (low + high) // 2
+            if guess <= low:
+                guess = low + 1
+            elif guess >= high:
+                guess = high - 1
+        return low
+
+    def lanes(self, device: Rows, mean_tokens: float, most: int) -> tuple[int, int]:
+        """Host rows of lanes A and B that keep the CPU busy without making the device wait, at most ``most`` in all."""
+        layers = self.tables.layers
+        attention = self.device_attention(device)
+        lane_b = self.rows_within((self.linear(device.count) + attention) / layers, mean_tokens, most)
+        lane_a = self.rows_within(self.linear(lane_b) / layers, mean_tokens, most - lane_b)
+        return lane_a, lane_b
+
+    def slots(self, device: Rows, mean_tokens: float, most: int) -> int:
+        """Slots that keep the CPU busy without making the device wait, at most ``most``."""
+        seconds = self.gpu_only(device).seconds
+        return self.rows_within(seconds / self.tables.layers, mean_tokens, most, together=False)

@@ -1,0 +1,542 @@
+"""The plan of one step: mode, rows, prefill, migrations.
+
+``plan`` is a pure function of what is there (``State``), what is allowed (``Limits``), what was measured (``Tables``)
+and what was learnt (``Memory``); ``after_step`` is the pure function that learns. Whoever runs the steps keeps the
+memory.
+
+It goes for tokens per second: of the modes within the bounds, the one whose step is predicted to bring the rows forward
+most per second. docs/planner.md derives when that is which; ``inequalities.py`` gives the reasons in closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Literal
+
+from sglang_neo.planning import guard as guards
+from sglang_neo.planning import placement
+from sglang_neo.planning.correction import Learner, Measured, Proportional
+from sglang_neo.planning.costs import MODES, Corrections, Costs, Mode, Rows, StepCost
+from sglang_neo.planning.guard import Guard, GuardRules
+from sglang_neo.planning.inequalities import lane_beside_prefill_pays
+from sglang_neo.planning.tables import Tables
+
+Place = Literal["device", "host"]
+
+#: Rows that leave the device in one step at most, or return to it.
+MOVED_AT_ONCE = 64
+
+#: Steps whose share of host-bound prefill may be saved up while there is nothing to prefill.
+SAVED_STEPS = 64
+
+#: Host rows in reserve, as a part of those that take part. A host-bound prefill waits until the reserve is gone, or
+#: until it costs no more than ``PREFILL_WASTE`` beyond what its tokens cost in a full one.
+RESERVE, PREFILL_WASTE = 0.25, 0.05
+
+_LEARNER = Proportional()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server allows; fixed while it runs."""
+
+    threads: int  # of the CPU, for attention
+    modes: tuple[Mode, ...] = MODES  # gpu_only among them; alone, host memory is not used at all
+    max_tpot: float | None = None  # seconds per token of a device row
+    max_host_tpot: float | None = 0.25  # seconds per token of an ordinary host row; best-effort ones have no bound
+    max_lane_rows: int = 256  # host rows in the lanes of one step
+    max_slots: int = 64  # slot rows of a deferred step
+    max_lag: int = 8  # hand-offs that the CPU may be behind at a launch
+    prefill_tokens: int = 8192  # new tokens of one prefill step
+    device_page: int = 1  # tokens
+    host_page: int = 64  # tokens
+    host_prefill_share: float = 0.25  # of the time, for prefills of host-bound prompts while device rows wait
+    margin: float = 0.03  # by which the CPU's part must be faster than none
+    patience: int = 2048  # steps that host rows stand still before they get the next room on the device
+    rules: placement.Rules = field(default_factory=placement.Rules)
+    guard: GuardRules = field(default_factory=GuardRules)
+
+    def __post_init__(self) -> None:
+        if "gpu_only" not in self.modes:
+            raise ValueError("gpu_only is what the planner falls back to: modes must contain it")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A waiting request, or one of which a part has been prefilled."""
+
+    tokens: int  # still to prefill, without what the device's prefix cache has
+    past: int = 0  # before them: cached or prefilled
+    room: int = 0  # tokens that it is to have in the pool it goes to, output as far as reserved included
+    best_effort: bool = False
+    place: Place | None = None  # where its first part went
+    host_hit: int = 0  # of ``tokens``, a prefix that host memory holds
+
+
+@dataclass(frozen=True)
+class State:
+    """What is there before a step. Rows are their KV tokens; sizes are tokens."""
+
+    device_rows: tuple[int, ...]  # oldest first
+    host_rows: tuple[int, ...]  # those first that have waited longest for a token
+    waiting: tuple[Prompt, ...]  # in order of admission; some hundred are enough
+    device_free: int  # free, or evictable
+    host_free: int
+    device_reserved: int = 0  # of what is free, for the output to come of rows that are there
+    host_reserved: int = 0
+    best_effort_host_rows: int = 0
+    host_shared: int = 0  # prefix common to all host rows
+    cpu_lag: int = 0  # hand-offs that the CPU is behind
+    copying: bool = False  # whether copies between the pools are under way
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step. Rows that move do not decode in it."""
+
+    mode: Mode
+    decode_mode: Mode  # of decode steps now; differs from ``mode`` in a prefill step or one to compare with
+    cost: StepCost  # predicted
+    tokens: float  # that it brings its rows forward, those of rows in flight counted by layers
+    device_rows: int  # that decode
+    lane_a: int = 0  # host rows beside the device rows: in lane A, or in the one batch of a sync step
+    lane_b: int = 0  # host rows in lane B; both lanes take the first of ``State.host_rows``, B before A
+    slots: int = 0  # of a deferred step
+    prefill: tuple[int, ...] = ()  # new tokens of the first waiting prompts
+    prefill_to: Place | None = None
+    load_back: bool = False  # whether the first prompt's host hit is copied to the device instead of computed again
+    to_host: tuple[int, ...] = ()  # indices into ``State.device_rows``
+    to_device: tuple[int, ...] = ()  # indices into ``State.host_rows``
+    probe: bool = False  # gpu_only only to compare
+    standing: int = 0  # host rows that are there and do not take part
+    regret: float = 0.0  # steps' worth of tokens lost since ``decode_mode`` is no longer the fastest
+
+    @property
+    def host_rows(self) -> int:
+        """That take part."""
+        return self.lane_a + self.lane_b + self.slots
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the planner carries from step to step."""
+
+    mode: Mode = "gpu_only"  # of decode steps
+    regret: float = 0.0
+    steps_since_departure: int = 1 << 30
+    stalled: int = 0  # steps in a row in which there were host rows and none took part
+    host_prefill_credit: float = 0.0  # seconds
+    corrections: Corrections = field(default_factory=Corrections)
+    guard: Guard = field(default_factory=Guard)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mode with its rows, and what to expect of it."""
+
+    mode: Mode
+    cost: StepCost
+    tokens: float
+    lane_a: int = 0
+    lane_b: int = 0
+    slots: int = 0
+    resident: int = 0  # host rows that it needs to go on like this
+    host_tpot: float = 0.0  # seconds
+    host_tokens: float = 0.0  # of ``tokens``, those of host rows
+    cohorts: int = 1  # steps that a host row's token takes
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.cost.seconds if self.cost.seconds > 0 else 0.0
+
+
+def plan(state: State, limits: Limits, tables: Tables, memory: Memory) -> StepPlan:
+    """The plan of the next step."""
+    host = len(limits.modes) > 1
+    leaving = _leaving(state, limits) if host else ()
+    device = Rows(
+        len(state.device_rows) - len(leaving), sum(state.device_rows) - sum(state.device_rows[i] for i in leaving)
+    )
+    costs = Costs(tables, limits.threads, memory.corrections, state.host_shared, state.copying)
+    alone = Choice("gpu_only", costs.gpu_only(device), device.count)
+    could, now = [alone], [alone]
+    if host and (state.host_rows or state.waiting) and not memory.guard.closed:
+        could, now = _choices(state, limits, costs, device, alone)
+    best = max(now, key=lambda choice: choice.rate)
+    current, regret = _held(best, now, memory)
+    goal = max(could, key=lambda choice: choice.rate)
+    pays = goal.mode != "gpu_only" and goal.rate > alone.rate * (1 + limits.margin) and memory.stalled < limits.patience
+
+    prompts, place = _admitted(state, limits, costs, memory, goal if pays else alone, bool(leaving))
+    if prompts:
+        assert place is not None
+        if current.mode == memory.mode:
+            regret = memory.regret  # nothing is lost in a prefill, whatever mode decode steps have
+        open_to_cpu = not memory.guard.closed and state.cpu_lag <= limits.max_lag
+        return _prefill(state, limits, costs, current, regret, open_to_cpu, prompts, place)
+    returning: tuple[int, ...] = ()
+    # If others wait, the room goes to somebody at once: to the host rows, who came first, unless they do well there.
+    settled = memory.steps_since_departure >= limits.rules.cooldown_steps
+    if state.host_rows and not leaving and (not pays if state.waiting else settled):
+        returning = _returning(state, limits)
+    # A comparison, or a CPU that has fallen behind: this step goes without it, and what it has in hand waits.
+    chosen = alone if memory.guard.probing or state.cpu_lag > limits.max_lag else current
+    staying = len(state.host_rows) - len(returning)
+    lane_b = min(chosen.lane_b, staying)
+    lane_a = min(chosen.lane_a, staying - lane_b)
+    return StepPlan(
+        mode=chosen.mode,
+        decode_mode=current.mode,
+        cost=chosen.cost,
+        tokens=chosen.tokens,
+        device_rows=int(device.count),
+        lane_a=lane_a,
+        lane_b=lane_b,
+        slots=chosen.slots,
+        to_host=leaving,
+        to_device=returning,
+        probe=memory.guard.probing,
+        standing=0 if chosen.slots else staying - lane_a - lane_b,
+        regret=regret,
+    )
+
+
+def compare(state: State, limits: Limits, tables: Tables, corrections: Corrections | None = None) -> list[Choice]:
+    """The modes that could run the next decode step, gpu_only first, with their rows and what to expect of them."""
+    costs = Costs(tables, limits.threads, corrections or Corrections(), state.host_shared, state.copying)
+    device = Rows(len(state.device_rows), sum(state.device_rows))
+    alone = Choice("gpu_only", costs.gpu_only(device), device.count)
+    if len(limits.modes) == 1 or not state.host_rows:
+        return [alone]
+    return _choices(state, limits, costs, device, alone)[1]
+
+
+# -- mode --------------------------------------------------------------------------------------------------------------
+
+
+def _choices(
+    state: State, limits: Limits, costs: Costs, device: Rows, alone: Choice
+) -> tuple[list[Choice], list[Choice]]:
+    """What could run with waiting requests in host memory too, and what can run now."""
+    resident = len(state.host_rows)
+    first = state.waiting[0].tokens + state.waiting[0].past if state.waiting else 0
+    mean = sum(state.host_rows) / resident if resident else first
+    fitting = resident + int(max(state.host_free - state.host_reserved, 0) // max(mean, limits.host_page))
+    reachable = min(resident + len(state.waiting), fitting)
+    lanes = costs.lanes(device, mean, limits.max_lane_rows) if "pipelined" in limits.modes else (0, 0)
+    slots = costs.slots(device, mean, limits.max_slots) if "deferred" in limits.modes else 0
+
+    ordinary = resident > state.best_effort_host_rows
+    tpot = limits.max_tpot and max(limits.max_tpot, alone.cost.seconds)
+    now = _with_rows(limits, costs, device, mean, resident, lanes, slots)
+    now = [choice for choice in now if not tpot or choice.cost.seconds <= tpot]
+    if ordinary and limits.max_host_tpot and now:
+        # If none keeps the bound, the nearest: these rows are there, and standing still would be worse.
+        bound = max(limits.max_host_tpot, min(choice.host_tpot for choice in now))
+        now = [choice for choice in now if choice.host_tpot <= bound]
+    more = min(reachable, max(limits.max_lane_rows, slots * (costs.tables.layers + 1)))  # beyond, nothing changes
+    could = _with_rows(limits, costs, device, mean, more, lanes, slots) if more > resident else now
+    if ordinary or any(not prompt.best_effort for prompt in state.waiting[:1]):
+        could = [choice for choice in could if not limits.max_host_tpot or choice.host_tpot <= limits.max_host_tpot]
+    could = [choice for choice in could if not tpot or choice.cost.seconds <= tpot]
+    return [alone, *could], [alone, *now]
+
+
+def _with_rows(
+    limits: Limits, costs: Costs, device: Rows, mean: float, rows: int, lanes: tuple[int, int], slots: int
+) -> list[Choice]:
+    """The modes that need the CPU, with so many host rows of so many tokens.
+
+    Args:
+        lanes: host rows per lane that keep the CPU busy.
+        slots: that keep the CPU busy.
+    """
+    choices: list[Choice] = []
+    if rows <= 0:
+        return choices
+    if "sync" in limits.modes:
+        count = min(rows, limits.max_lane_rows)
+        cost = costs.sync(device, Rows(count, count * mean))
+        tpot = cost.seconds * max(1, rows / count)
+        choices.append(Choice("sync", cost, device.count + count, count, 0, 0, count, tpot, count))
+    if lanes != (0, 0):
+        lane_b = min(rows, lanes[1])
+        lane_a = min(rows - lane_b, lanes[0])
+        cost = costs.pipelined(device, Rows(lane_a, lane_a * mean), Rows(lane_b, lane_b * mean))
+        count = lane_a + lane_b
+        if count:
+            tpot, needed = cost.seconds * max(1, rows / count), lanes[0] + lanes[1]
+            choices.append(Choice("pipelined", cost, device.count + count, lane_a, lane_b, 0, needed, tpot, count))
+    if slots:
+        cohorts = costs.tables.layers + 1
+        count = min(slots, -(-rows // cohorts))
+        entering = min(count, rows / cohorts)  # tokens per step: cohorts may have empty places
+        cost = costs.deferred(device, Rows(count, count * mean), entering / count)
+        tpot = cost.seconds * max(cohorts, rows / count)
+        tokens = device.count + entering
+        choices.append(Choice("deferred", cost, tokens, 0, 0, count, slots * cohorts, tpot, entering, cohorts))
+    return choices
+
+
+def _held(best: Choice, now: Sequence[Choice], memory: Memory) -> tuple[Choice, float]:
+    """The mode of before until what it has lost against the best pays for a change, and that loss, in steps.
+
+    Whoever changes as soon as the loss reaches the price of changing loses at most twice what perfect foresight would.
+    A better mode that is cheap to change to need not wait for the best one.
+    """
+    before = next((choice for choice in now if choice.mode == memory.mode), None)
+    if before is None or before is best or before.rate <= 0:
+        return best, 0.0
+    regret = memory.regret + best.rate / before.rate - 1
+    better = [c for c in now if c.rate > before.rate and regret >= _price(before, c)]
+    return (max(better, key=lambda choice: choice.rate), 0.0) if better else (before, regret)
+
+
+def _price(before: Choice, after: Choice) -> float:
+    """Of a change of mode, in steps: about one, and what is lost of tokens that are under way.
+
+    Rows of deferred mode are between two layers, half a token done on average. gpu_only leaves them there; lanes take
+    rows only whole.
+    """
+    if before.mode == "deferred" and after.mode != "gpu_only":
+        return 1 + before.host_tokens * before.cohorts / 2 / before.tokens
+    return 1
+
+
+# -- rows that move ----------------------------------------------------------------------------------------------------
+
+
+def _pages(tokens: float, page: int) -> int:
+    return int(-(-tokens // page) * page)
+
+
+def _leaving(state: State, limits: Limits) -> tuple[int, ...]:
+    """Device rows that go to the host so that the others can grow: the newest."""
+    rows = len(state.device_rows)
+    if state.device_free >= rows * limits.device_page:
+        return ()
+    needed = rows * _pages(limits.rules.growth_steps, limits.device_page) - state.device_free
+    newest: list[placement.Row] = []
+    freed = 0
+    for i in range(rows - 1, max(0, rows - 1 - MOVED_AT_ONCE), -1):  # the oldest stays
+        tokens = state.device_rows[i]
+        newest.append(placement.Row(i, _pages(tokens, limits.device_page), _pages(tokens + 1, limits.host_page)))
+        freed += newest[-1].device_tokens
+        if freed >= needed:
+            break
+    return tuple(placement.to_host(newest[::-1], needed, state.host_free, partly=True))
+
+
+def _returning(state: State, limits: Limits) -> tuple[int, ...]:
+    """Host rows that come back, those first that have waited longest."""
+    rules = limits.rules
+    if state.waiting:  # the room would not stay free anyway, and a copy is cheaper than the prefill it stands for
+        rules = replace(rules, return_steps=rules.growth_steps, returns_per_step=MOVED_AT_ONCE)
+    rows = [
+        placement.Row(i, _pages(tokens, limits.device_page), _pages(tokens, limits.host_page))
+        for i, tokens in enumerate(islice(state.host_rows, rules.returns_per_step))
+    ]
+    back = placement.to_device(rows, len(state.device_rows), state.device_free, limits.device_page, rules)
+    return tuple(back)
+
+
+# -- prefill -----------------------------------------------------------------------------------------------------------
+
+
+def _admitted(
+    state: State, limits: Limits, costs: Costs, memory: Memory, goal: Choice, leaving: bool
+) -> tuple[tuple[Prompt, ...], Place | None]:
+    """The first waiting prompts that this step prefills, and where their KV goes.
+
+    In order of arrival: a prompt goes to the device if it has room there, to the host if that pays and more host rows
+    are wanted, and otherwise waits, and with it those behind it.
+    """
+    if not state.waiting or leaving:
+        return (), None
+    resident = len(state.host_rows)
+    # Host rows that do not pay get the next room: they came before whoever waits.
+    blocked = resident > 0 and goal.mode == "gpu_only"
+    # Some in reserve: rows end, and until others have been prefilled the lanes should not run empty.
+    wanted = math.ceil(goal.resident * (1 + RESERVE)) - resident
+    device_free = state.device_free - state.device_reserved
+    host_free = state.host_free - state.host_reserved
+    prompts: list[Prompt] = []
+    place: Place | None = None
+    tokens = 0
+    for prompt in state.waiting:
+        if tokens >= limits.prefill_tokens:
+            break
+        footprint = _pages(max(prompt.room, prompt.tokens + prompt.past), limits.host_page)
+        if prompt.place is not None:
+            where = prompt.place
+        elif not blocked and prompt.room <= device_free:
+            where = "device"
+        elif wanted > 0 and footprint <= host_free and (memory.host_prefill_credit >= 0 or not state.device_rows):
+            where = "host"
+        else:
+            break
+        if place is not None and where != place:
+            break
+        place = where
+        if where == "device":
+            device_free -= prompt.room
+        else:
+            host_free -= footprint
+            wanted -= 1
+        prompts.append(prompt)
+        tokens += prompt.tokens
+    if place == "host" and prompts[0].place is None and len(prompts) < len(state.waiting) and state.device_rows:
+        # Host rows end one by one. To replace each at once would cost a small prefill each, most of it overhead.
+        few = resident > goal.resident
+        whole = costs.prefill(limits.prefill_tokens, 0).seconds / limits.prefill_tokens
+        if few and costs.prefill(tokens, 0).seconds > (1 + PREFILL_WASTE) * whole * tokens:
+            return (), None
+    return tuple(prompts), place
+
+
+def _prefill(
+    state: State,
+    limits: Limits,
+    costs: Costs,
+    current: Choice,
+    regret: float,
+    open_to_cpu: bool,
+    prompts: Sequence[Prompt],
+    place: Place,
+) -> StepPlan:
+    """A step that prefills; host rows decode in lane B beside it if that pays."""
+    first = prompts[0]
+    load_back = (
+        place == "device"
+        and first.host_hit > 0
+        and costs.load_back(first.host_hit)
+        < costs.prefill(first.tokens, first.past).seconds
+        - costs.prefill(first.tokens - first.host_hit, first.past + first.host_hit).seconds
+    )
+    hit = first.host_hit if load_back else 0
+    chunks = _chunks((prompt.tokens - (hit if prompt is first else 0) for prompt in prompts), limits.prefill_tokens)
+    past = sum(prompt.past for prompt in prompts[: len(chunks)]) + hit
+    cost = costs.prefill(sum(chunks), past)
+    if limits.max_tpot and state.device_rows:
+        # The step cannot be shorter than a short prefill; one page of tokens always goes on.
+        while cost.seconds > limits.max_tpot and sum(chunks) > limits.host_page:
+            chunks = _chunks(chunks, max(sum(chunks) // 2, limits.host_page))
+            cost = costs.prefill(sum(chunks), past)
+    lane_b = 0
+    # In deferred mode host rows are between two layers and take no part in lanes.
+    if state.host_rows and "pipelined" in limits.modes and open_to_cpu and current.mode != "deferred":
+        rate = max(current.rate, _full_rate(state, costs))
+        chunks, lane_b, cost = _beside_prefill(state, limits, costs, rate, chunks, past, cost)
+    return StepPlan(
+        mode="pipelined" if lane_b else "gpu_only",
+        decode_mode=current.mode,
+        cost=cost,
+        tokens=lane_b,
+        device_rows=0,
+        lane_b=lane_b,
+        prefill=chunks,
+        prefill_to=place,
+        load_back=load_back,
+        standing=len(state.host_rows) - lane_b,
+        regret=regret,
+    )
+
+
+def _full_rate(state: State, costs: Costs) -> float:
+    """Tokens per second of device rows once those that wait and have room on the device decode there too."""
+    count, tokens, free = len(state.device_rows), sum(state.device_rows), state.device_free - state.device_reserved
+    for prompt in state.waiting:
+        if prompt.place != "host":
+            free -= prompt.room
+            if free < 0:
+                break
+            count += 1
+            tokens += prompt.tokens + prompt.past
+    return count / costs.gpu_only(Rows(count, tokens)).seconds
+
+
+def _beside_prefill(
+    state: State, limits: Limits, costs: Costs, rate: float, chunks: tuple[int, ...], past: int, cost: StepCost
+) -> tuple[tuple[int, ...], int, StepCost]:
+    """Host rows that decode in lane B beside a prefill, if that pays, and the prefill of that step.
+
+    A long prefill is cut so that the CPU, which attends to each row once per step, has something to do all the time.
+
+    Args:
+        rate: tokens per second of the best decode step.
+        cost: of the prefill alone.
+    """
+    mean = sum(state.host_rows) / len(state.host_rows)
+    most = min(len(state.host_rows), limits.max_lane_rows)
+    whole = sum(chunks)
+    busy = costs.tables.layers * costs.cpu_layer(Rows(most, most * mean))
+    cut = max(int(whole * busy / cost.prefill), limits.host_page)
+    for tokens in (cut, whole) if cut < whole else (whole,):
+        part = _chunks(chunks, tokens)
+        alone = costs.prefill(tokens, past)
+        rows = costs.rows_within(alone.prefill / costs.tables.layers, mean, most)
+        both = costs.prefill(tokens, past, Rows(rows, rows * mean))
+        # A part of the prefill may cost more than its share of the whole: that is the lane's fault too.
+        added = both.seconds - cost.seconds * tokens / whole
+        if rows and lane_beside_prefill_pays(rate, rows, added).holds:
+            return part, rows, both
+    return chunks, 0, cost
+
+
+def _chunks(tokens: Iterable[int], most: int) -> tuple[int, ...]:
+    """Of each prompt's tokens what fits in ``most`` in all, in order."""
+    chunks = []
+    for count in tokens:
+        if most <= 0:
+            break
+        chunks.append(min(count, most))
+        most -= chunks[-1]
+    return tuple(chunks)
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+def after_step(
+    memory: Memory, step: StepPlan, measured: Measured, limits: Limits, learner: Learner = _LEARNER
+) -> tuple[Memory, tuple[str, ...]]:
+    """The memory after a step, and one line for each change of mind.
+
+    Args:
+        step: that was run, as planned before it.
+        measured: what it took.
+    """
+    lines = []
+    prefill = bool(step.prefill)
+    guard, line = guards.after_step(
+        memory.guard, step.cost, step.tokens, measured, limits.guard, prefill=prefill, probe=step.probe
+    )
+    if line:
+        lines.append(line)
+    corrections = memory.corrections
+    if not guards.is_late(step.cost, measured, limits.guard):  # what is late is no measure of the tables
+        corrections = learner(corrections, step.cost, measured)
+    if step.decode_mode != memory.mode:
+        lines.append(f"mode {step.decode_mode} instead of {memory.mode}")
+    # Time passes for the share of host-bound prefills; what they took beyond it must be waited for.
+    share = limits.host_prefill_share
+    credit = memory.host_prefill_credit + share * measured.seconds
+    if step.prefill_to == "host":
+        credit -= measured.seconds
+    elif credit > 0:
+        credit = min(credit, share * SAVED_STEPS * step.cost.seconds)
+    return (
+        Memory(
+            mode=step.decode_mode,
+            regret=step.regret,
+            steps_since_departure=0 if step.to_host else memory.steps_since_departure + 1,
+            stalled=memory.stalled + 1 if step.standing and not step.host_rows else 0,
+            host_prefill_credit=credit,
+            corrections=corrections,
+            guard=guard,
+        ),
+        tuple(lines),
+    )

@@ -1,0 +1,146 @@
+"""The planner in whole simulated runs: nobody starves, auto is never worse, a late CPU is left out and comes back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import evidence
+from bench.machines import MACHINES, MODELS, tables
+from bench.simulate import (
+    AUTO,
+    FIXED,
+    NONE,
+    Outcome,
+    Perturbation,
+    Point,
+    Request,
+    Server,
+    backlog,
+    poisson,
+    run_point,
+    trace,
+)
+from sglang_neo.planning.costs import Mode
+from sglang_neo.planning.planner import Limits
+
+MODEL = "Llama-3.1-70B, 20 layers"
+MACHINE = MACHINES["H200"]
+TABLES = tables(MACHINE, MODELS[MODEL])
+POOL = 8 * 700
+HOST = 10**6
+
+
+def server(
+    requests: list[Request], modes: tuple[Mode, ...] = AUTO, perturbation: Perturbation = NONE, **more: object
+) -> Server:
+    limits = replace(Limits(threads=MACHINE.threads, modes=modes, max_host_tpot=None), **more)  # type: ignore[arg-type]
+    return Server(requests, TABLES, limits, POOL, HOST, perturbation, seed=1)
+
+
+def check(outcome: Outcome, requests: list[Request]) -> None:
+    assert outcome.requests == len(requests)
+    assert all(request.produced == request.output for request in requests)
+
+
+@pytest.mark.parametrize("modes", [*FIXED.values(), AUTO], ids=[*FIXED, "auto"])
+def test_all_are_served_and_the_same_run_gives_the_same_result(modes: tuple[Mode, ...]) -> None:
+    outcomes = []
+    for _ in range(2):
+        requests = poisson(40, 20, 500, 60, seed=2)
+        outcomes.append(server(requests, modes, Perturbation()).run())
+        check(outcomes[-1], requests)
+    assert outcomes[0] == outcomes[1]
+    assert (outcomes[0].host_share > 0) == (modes != ("gpu_only",))
+
+
+def test_predictions_are_exact_on_a_machine_that_is_as_its_tables_say() -> None:
+    exact = server(backlog(40, 500, 60), ("gpu_only", "pipelined")).run()
+    assert exact.error < 1e-3
+    off = server(backlog(40, 500, 60), ("gpu_only", "pipelined"), Perturbation()).run()
+    assert 1e-3 < off.error < 0.1
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 3), st.integers(1, 3000), st.integers(1, 80), st.booleans()), min_size=1, max_size=40
+    ),
+    st.sampled_from([*FIXED.values(), AUTO]),
+    st.sampled_from([0.05, 0.25, None]),
+    st.integers(0, 3),
+)
+def test_no_request_starves_in_either_pool(
+    load: list[tuple[float, int, int, bool]], modes: tuple[Mode, ...], bound: float | None, seed: int
+) -> None:
+    requests = [Request(at, prompt, output, best_effort) for at, prompt, output, best_effort in sorted(load)]
+    run = Server(
+        requests,
+        TABLES,
+        Limits(threads=MACHINE.threads, modes=modes, max_host_tpot=bound, patience=256),
+        POOL,
+        HOST,
+        Perturbation(bursts=(0.5, 0.5, 10.0)),
+        seed,
+    )
+    outcome = run.run(until=120)
+    check(outcome, requests)
+    # 40 requests of at most 80 tokens, eight of them at a time at worst: far below what the slowest mode needs.
+    assert run.step < 20_000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "load", "rows"), [(512, 32, 2.0, 16.0), (900, 96, 1.5, 6.0), (2000, 32, 0.5, 4.0)]
+)
+def test_auto_is_hardly_ever_worse_than_the_best_fixed_mode(prompt: int, output: int, load: float, rows: float) -> None:
+    point = Point("H200", MODEL, prompt, output, load, "test", rows, seed=5)
+    result = run_point(point, 4, Perturbation())
+    assert result["auto_over_best"] >= 0.98, result
+
+
+def test_a_cpu_that_others_burn_is_left_out_and_comes_back() -> None:
+    # From 4 s to 8 s the CPU is twenty times slower.
+    requests = backlog(160, 500, 100)
+    run = server(requests, ("gpu_only", "pipelined"), Perturbation(bursts=(0, 0, 1), slow=((4.0, 8.0, 20.0),)))
+    outcome = run.run()
+    check(outcome, requests)
+    paused = [line for line in outcome.changes if "the CPU gets no work" in line]
+    assert paused and 4.0 <= float(paused[0].split()[0]) < 8.0
+    assert any("given work again" in line for line in outcome.changes)
+    late = [float(line.split()[0]) for line in outcome.changes if "mode pipelined" in line]
+    assert late[-1] > 8.0, "and it works again afterwards"
+    plain = server(backlog(160, 500, 100), ("gpu_only",), NONE).run()
+    assert outcome.throughput > 0.95 * plain.throughput
+
+
+def test_the_model_of_the_machine_meets_what_was_measured() -> None:
+    found = evidence.calibration()
+    assert found["mean_absolute_error"] < 0.05
+    assert max(abs(line["error"]) for line in found["calibration"]) < 0.15
+
+
+def test_gains_grow_with_the_host_as_published() -> None:
+    claims = [claim for claim in evidence.PUBLISHED if claim.paper == "NEO" and claim.case.startswith("A10G")]
+    gains = [evidence._ratio(claim, backlog(80, 1000, 200)) for claim in (claims[0], claims[-1])]
+    assert claims[0].high < claims[-1].high and 1.0 <= gains[0] < gains[1]
+
+
+def test_traces_are_read() -> None:
+    requests = trace("azure_conv_2023", 5, speed=2.0)
+    assert [request.arrival for request in requests][:2] == [0.0, pytest.approx(4.31 / 2)]
+    assert (requests[0].prompt, requests[0].output) == (374, 44)
+    assert trace("openai_summaries", 3)[2].prompt == 349
+
+
+def test_the_command_prints_json() -> None:
+    command = [sys.executable, "-m", "bench.simulate", "--grid", "--small", "--requests", "0.1", "--time-limit", "0.01"]
+    out = subprocess.run([*command, "--json", "-"], capture_output=True, text=True, timeout=100, check=True)
+    found = json.loads(out.stdout)
+    assert found["points"] == 24 and len(found["grid"]) >= 1
+    assert all(point["auto_over_best"] > 0 for point in found["grid"])
