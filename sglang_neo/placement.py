@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sglang_neo.planning.placement import Row, Rules, pause_after, prefill_room, to_device, to_host
+from sglang_neo.planning.placement import Row, Rules, pause_after, to_device, to_host
 from sglang_neo.token_manager import NeoTokenManager, host_row
 
 
@@ -26,9 +26,17 @@ class Placement:
         self._paused_until = 0
         host = scheduler.tp_worker.model_runner.neo_host
         self.attention = host.attention if host is not None else None
+        self.staging_bytes = host.prefill.bytes if host is not None else 0
+        #: The first waiting request when the host had no room for it, and the tokens that it had.
+        self._refused: tuple[str, int] | None = None
 
-    def begin_step(self) -> None:
+    def begin_step(self, last_batch: Any) -> None:
+        """``last_batch``: SGLang's, the step launched before."""
         self._step += 1
+        if last_batch is not None and last_batch.forward_mode.is_extend():
+            for req in last_batch.reqs:
+                if host_row(req) is not None:
+                    self._manager.prefill_launched(req)
         if self._scheduler.server_args.neo_check_integrity:
             self._manager.audit()
 
@@ -42,6 +50,30 @@ class Placement:
     def _open(self) -> bool:
         return self._manager.has_host and self._step >= self._paused_until
 
+    # -- prompts ----------------------------------------------------------------------------------------------
+
+    def host_takes_prompts(self, batch: Any) -> bool:
+        """Whether waiting prompts may be computed straight into host memory: the device has no room for the first of
+        them, and the host may have."""
+        scheduler = self._scheduler
+        if not (self._open and batch.batch_is_full and scheduler.waiting_queue):
+            return False
+        if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
+            return False
+        if self._refused is None:
+            return True
+        first, available = self._refused
+        return scheduler.waiting_queue[0].rid != first or self._manager.host_available() > available
+
+    def after_host_admission(self, batch: Any) -> None:
+        """``batch``: of prompts that go to the host, prepared; None if the host had no room for the first."""
+        self._refused = None
+        if batch is not None:
+            for req in batch.reqs:
+                self._manager.disown_device(req)
+        elif self._scheduler.waiting_queue:
+            self._refused = (self._scheduler.waiting_queue[0].rid, self._manager.host_available())
+
     # -- to the host ------------------------------------------------------------------------------------------
 
     def before_chunk(self, batch: Any) -> None:
@@ -52,19 +84,6 @@ class Placement:
         left = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
         chunk = min(left, self._scheduler.chunked_prefill_size or left)
         self._make_room(batch, self._device_footprint(chunk) + self._page, partly=True)
-
-    def make_room_for_prefill(self, batch: Any) -> bool:
-        """After SGLang found no room for the first waiting prompt: whether there may be room now."""
-        scheduler = self._scheduler
-        if not self._open or not scheduler.waiting_queue or scheduler.chunked_req is not None:
-            return False
-        if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
-            return False
-        longest = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-        longest += scheduler.waiting_queue[0].host_hit_length  # it comes back from the host with the first chunk
-        waiting = [self._device_footprint(req.seqlen) + self._page for req in scheduler.waiting_queue[:64]]
-        room = prefill_room(waiting, self._manager.device_usage().total_tokens, longest + self._page, self.rules)
-        return self._make_room(batch, room, partly=False)
 
     def before_decode(self, batch: Any) -> None:
         """Room for the next token of every row; if there is plenty, rows come back from the host."""
@@ -105,10 +124,10 @@ class Placement:
     # -- back to the device -----------------------------------------------------------------------------------
 
     def _return(self, batch: Any) -> None:
-        rows = self._rows(batch, lambda req: host_row(req) is not None)
+        rows = self._rows(batch, self._may_return)
         if not rows:
             return
-        device_rows = len(batch.reqs) - len(rows)
+        device_rows = sum(host_row(req) is None for req in batch.reqs)
         for index in to_device(rows, device_rows, self._device_free(), self._page, self.rules):
             self.move_to_device(batch.reqs[index])
 
@@ -153,6 +172,11 @@ class Placement:
                 tokens = req.seqlen - 1
                 found.append(Row(index, self._device_footprint(tokens), self._manager.host_footprint(tokens + 1)))
         return found
+
+    def _may_return(self, req: Any) -> bool:
+        """Not a request whose prefill may be in flight: SGLang's processing of it depends on where the request is."""
+        row = host_row(req)
+        return row is not None and row.part is None
 
     def _movable(self, req: Any) -> bool:
         """Not a request whose device KV others hold on to: sessions keep it between turns."""

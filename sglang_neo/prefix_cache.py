@@ -22,7 +22,8 @@ class NeoRadixCache(RadixCache):
     """What is on the host counts as a hit too, and comes back to the device when the request is admitted.
 
     SGLang has the two moments for its own hierarchical cache: ``match_prefix`` reports a ``host_hit_length``, and
-    admission calls ``init_load_back`` (managers/schedule_policy.py).
+    admission calls ``init_load_back`` (managers/schedule_policy.py). A request that is to be prefilled to the host
+    (``batching.py``) uses it where it lies.
     """
 
     token_manager: NeoTokenManager
@@ -37,6 +38,14 @@ class NeoRadixCache(RadixCache):
         if params.req is None:  # SGLang looks after its own insertion
             return result
         device = len(result.device_indices)
+        if self.token_manager.admitting_to_host:
+            prefix = params.req.neo_host_prefix = self.token_manager.host_prefix(params.key, device)
+            # Admission asks for the number of tokens, and locks the node, in the tree of the pool it looks at.
+            tokens = result.device_indices if prefix.on_device else torch.zeros(prefix.tokens, dtype=torch.int64)
+            node = prefix.node
+            return result._replace(
+                device_indices=tokens, last_device_node=node, last_host_node=node, best_match_node=node
+            )
         host = self.token_manager.host_hit(params.key) // self.page_size * self.page_size
         return result._replace(host_hit_length=max(0, host - device))
 

@@ -18,7 +18,7 @@ from sglang_neo.placement import Placement
 from sglang_neo.prefix_cache import add_host_cache
 from sglang_neo.recovery import Recovery
 from sglang_neo.timeline import extend_profiler
-from sglang_neo.token_manager import NeoTokenManager
+from sglang_neo.token_manager import NeoTokenManager, host_row
 
 
 def report_host_rows(batch: Any, result: Any) -> None:
@@ -79,7 +79,7 @@ class NeoScheduler(Scheduler):
     # -- which request lives where ----------------------------------------------------------------------------
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
-        self.placement.begin_step()
+        self.placement.begin_step(last_batch)
         if self.recovery is not None and self.recovery.pending:
             if self.recovery.in_flight(last_batch):
                 return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
@@ -88,15 +88,21 @@ class NeoScheduler(Scheduler):
 
     def _get_new_batch_prefill_raw(self, *, prefill_delayer_single_pass: Any, running_batch: Any) -> Any:
         NeoScheduleBatch.adopt(running_batch)
-        self.placement.before_chunk(running_batch)
-        batch, running_batch = super()._get_new_batch_prefill_raw(
-            prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
-        )
-        if batch is None and self.placement.make_room_for_prefill(running_batch):
-            running_batch.batch_is_full = False
+        chunked = self.chunked_req
+        if chunked is None or host_row(chunked) is None:
+            self.placement.before_chunk(running_batch)
             batch, running_batch = super()._get_new_batch_prefill_raw(
                 prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
             )
+            if batch is not None or chunked is not None or not self.placement.host_takes_prompts(running_batch):
+                return batch, running_batch
+        device_is_full, running_batch.batch_is_full = running_batch.batch_is_full, False
+        with self.token_manager.admission_to_host():
+            batch, running_batch = super()._get_new_batch_prefill_raw(
+                prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
+            )
+        running_batch.batch_is_full = device_is_full
+        self.placement.after_host_admission(batch)
         return batch, running_batch
 
     def update_running_batch(self, batch: Any) -> Any:
@@ -151,6 +157,11 @@ class NeoScheduler(Scheduler):
                 **dataclasses.asdict(manager.host_cache_counters),
                 "cached_tokens": manager.host_cached(),
                 "evictable_tokens": manager.host_evictable(),
+            },
+            "host_prefill": {
+                "staging_tokens": manager.staging_tokens,
+                "staging_bytes": self.placement.staging_bytes,
+                "computed_tokens": manager.prefilled_tokens,
             },
             "host_running_reqs": len(manager.host_rows()),
             "migrations": dataclasses.asdict(manager.migrations),
