@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -149,7 +150,7 @@ class NeoModelRunner(ModelRunner):
                 self.neo_host.prefill.running(
                     [req.neo_host_row for req in prompts], [req.req_pool_idx for req in prompts], lines
                 ),
-                self._no_prefill_graphs(),
+                self._no_static_buffers(),
             ):
                 return super().forward(forward_batch, *args, **kwargs)
         if rows is None:
@@ -174,11 +175,13 @@ class NeoModelRunner(ModelRunner):
         return output
 
     @contextlib.contextmanager
-    def _no_prefill_graphs(self) -> Iterator[None]:
-        """SGLang's captured prefills name the device pool's buffers."""
+    def _no_static_buffers(self) -> Iterator[None]:
+        """SGLang's captured prefills name the device pool's buffers, and those that its eager runner copies inputs to
+        may be as small as that pool."""
         runner, self.prefill_cuda_graph_runner = self.prefill_cuda_graph_runner, None
         try:
-            yield
+            with envs.SGLANG_EAGER_INPUT_NO_COPY.override(True):
+                yield
         finally:
             self.prefill_cuda_graph_runner = runner
 

@@ -352,6 +352,12 @@ SEAMS = (
         "finds a layer's buffers in k_buffer and v_buffer, within size: in a prefill to the host the staging region's",
     ),
     Seam(
+        "sglang.srt.environ",
+        "envs.SGLANG_EAGER_INPUT_NO_COPY",
+        (),
+        "a prompt that is larger than the device pool may be larger than the eager runner's buffers",
+    ),
+    Seam(
         "sglang.srt.layers.attention.base_attn_backend",
         "AttentionBackend.forward_extend",
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),

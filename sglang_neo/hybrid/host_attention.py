@@ -90,7 +90,7 @@ class HostAttention:
             for heads in (g.q_heads + 2 * g.kv_heads, g.q_heads)
         )
         self.control = torch.full((1 + max_rows,), NO_ROW, dtype=torch.int32, device=device)
-        self._epoch = 0
+        self._epoch = self._taken = 0  # the last step, and the last that the workers took
         self._controlled = 0  # entries of control that the last step set
         #: What the attention backend hands layers to while a step or a capture is under way.
         self.current: Emission | None = None
@@ -103,7 +103,7 @@ class HostAttention:
         return self._epoch
 
     def wait_launched(self) -> None:
-        self.service.wait_epoch(self._epoch, 2 * self._timeout_s)
+        self.service.wait_epoch(self._taken, 2 * self._timeout_s)
 
     def cpu_times(self) -> CpuTimes:
         status = self.service.status()
@@ -145,6 +145,7 @@ class HostAttention:
             self.service.submit(self._descriptor(rows, number))
         except RuntimeError as refused:
             raise StepRefused(str(refused)) from refused
+        self._taken = self._epoch
         return self._epoch
 
     def host_row_index(self) -> torch.Tensor:

@@ -111,8 +111,12 @@ class HostPrefill:
 
     def copy_from_device(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
         """Tokens of a layer in the device pool's slots ``source`` into the region's ``slots``, both int64 [tokens]."""
-        for region, own in ((self.k, self._device.k[layer]), (self.v, self._device.v[layer])):
-            region.index_copy_(0, slots, own.index_select(0, source))
+
+        def copy() -> None:
+            for region, own in ((self.k, self._device.k[layer]), (self.v, self._device.v[layer])):
+                region.index_copy_(0, slots, own.index_select(0, source))
+
+        self.transfer.device.current().run(copy)
 
 
 class PromptLayers:
