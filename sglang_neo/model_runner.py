@@ -35,7 +35,12 @@ class NeoKVCacheConfigurator(KVCacheConfigurator):
 
     def _profile_available_bytes(self, pre_model_load_memory: int) -> int:
         available: int = super()._profile_available_bytes(pre_model_load_memory)
-        return available - self._staging_bytes(available)
+        kept = self._staging_bytes(available)
+        if str(self.device).startswith("cuda"):
+            from sglang_neo.hybrid.graphs import host_graph_bytes
+
+            kept += host_graph_bytes(self.server_args)
+        return max(0, available - kept)
 
     def _staging_bytes(self, available: int) -> int:
         """Of the region that ``assemble.host_side`` will make; all ranks must come to the same number."""
@@ -61,14 +66,6 @@ class NeoKVCacheConfigurator(KVCacheConfigurator):
             token_to_kv_pool_allocator=token_to_kv_pool_allocator, **kwargs
         )
         return built if token_to_kv_pool_allocator is not None else token_manager.adopt(built)
-
-    def _profile_available_bytes(self, pre_model_load_memory: int) -> int:
-        available = super()._profile_available_bytes(pre_model_load_memory)
-        if not str(self.device).startswith("cuda"):
-            return available
-        from sglang_neo.hybrid.graphs import host_graph_bytes
-
-        return max(0, available - host_graph_bytes(self.server_args))
 
     def _build_req_to_token_pool(self, *, max_num_reqs: int) -> ReqToTokenPool:
         pool = super()._build_req_to_token_pool(max_num_reqs=max_num_reqs)

@@ -101,7 +101,7 @@ SEAMS = (
         "sglang.srt.mem_cache.kv_cache_configurator",
         "KVCacheConfigurator._profile_available_bytes",
         ("self", "pre_model_load_memory"),
-        "the memory for KV pools, out of which the graphs with hand-offs are kept",
+        "the memory for KV pools, out of which the graphs with hand-offs and the staging of prompts are kept",
     ),
     Seam(
         "sglang.srt.mem_cache.allocator",
@@ -362,12 +362,6 @@ SEAMS = (
         "AttentionBackend.forward_extend",
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
         "one layer's attention of a prefill batch",
-    ),
-    Seam(
-        "sglang.srt.mem_cache.kv_cache_configurator",
-        "KVCacheConfigurator._profile_available_bytes",
-        ("self", "pre_model_load_memory"),
-        "the budget of the device pool: the staging region is taken out of it",
     ),
     Seam(
         "sglang.srt.layers.attention.base_attn_backend",
