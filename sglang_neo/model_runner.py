@@ -153,7 +153,7 @@ class NeoModelRunner(ModelRunner):
         if rows is None:
             return super().forward(forward_batch, *args, **kwargs)
         assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
-        self.neo_host.prefill.settle()
+        self.neo_host.transfer.settle()
         attention = self.neo_host.attention
         refused = None
         try:

@@ -146,7 +146,8 @@ class Placement:
         if not (scheduler.enable_overlap and str(scheduler.device).startswith("cuda")):
             yield
             return
-        with scheduler.forward_stream_ctx:
+        # A context of its own: SGLang's, entered twice, would not find back to the first stream.
+        with scheduler.device_module.stream(scheduler.forward_stream):
             scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
             yield
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)

@@ -313,6 +313,12 @@ SEAMS = (
         ("self", "params"),
         "gives what it evicts to free_segment of its allocator: the host's gets pages",
     ),
+    Seam(
+        "sglang.srt.mem_cache.radix_cache",
+        "RadixCache._delete_leaf",
+        ("self", "node"),
+        "evict calls it for each leaf, whose tokens go on in host memory",
+    ),
     Seam("sglang.srt.mem_cache.radix_cache", "RadixCache.all_values_flatten", ("self",), "the pages that a tree owns"),
     Seam("sglang.srt.managers.schedule_batch", "Req.needs_host_load_back", ("self",), "asks host_hit_length"),
     Seam(

@@ -429,6 +429,29 @@ class NeoTokenManager:
         self._cache.counters.hit_tokens += len(slots)
         self._cache.counters.loaded_tokens += len(slots)
 
+    def keep(self, key: RadixKey, slots: torch.Tensor, priority: int) -> None:
+        """Puts a prefix that leaves the device's tree into the host's, in stream order, as far as free pages go.
+
+        Nothing that is in the host's tree gives way to it. It does not become int8: later hits would not be exact, as
+        those on the device were.
+
+        Args:
+            key: of the whole prefix.
+            slots: int64 [tokens], where it lies on the device; to be read before later work overwrites them.
+        """
+        if self._cache is None or self._pages is None or not self._transfer.exact:
+            return
+        page = self._page_tokens
+        key = key.page_aligned(page)
+        there = self._cache.find(key).pages
+        end = len(there) + min(len(key) // page - len(there), self._pages.free_count)
+        new = self._pages.alloc(end - len(there))
+        if not new:
+            return
+        self._transfer.to_host(slots[len(there) * page : end * page], new)
+        self._cache.add(key[: end * page], [*there, *new], priority)
+        self._cache.counters.kept_tokens += len(new) * page
+
     def clear_host_cache(self) -> None:
         """Forgets every prefix on the host. No request may be running there."""
         if self._cache is not None:

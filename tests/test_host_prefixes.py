@@ -120,6 +120,54 @@ def test_both_pools_full(tiny: Tiny, alone: Alone, page_size: int) -> None:
     assert counters.evicted_tokens > 0 and counters.hit_tokens > 0 and computed > 0, (counters, computed)
 
 
+def test_fifty_requests_hit_as_in_an_unlimited_pool(tiny: Tiny, alone: Alone) -> None:
+    """Five prefixes of 1,500 tokens, a device pool of 2,000: what plain SGLang finds in a pool for all of them is found
+    on one of both sides here."""
+    rng = random.Random(9)
+    model = {"max_position_embeddings": 4096}
+    prefixes = [random_prompt(rng, 1500) for _ in range(5)]
+    order = [*range(5), *(rng.randrange(5) for _ in range(45))]
+    requests = [Request(f"r{i:02}", prefixes[p] + random_prompt(rng, 20), 6, arrive=4 * i) for i, p in enumerate(order)]
+    results = {}
+    for kind, pool in (("plain", 16384), ("neo", 2048 - 64)):
+        with InProcessScheduler(
+            kind,  # type: ignore[arg-type]
+            tiny("llama", **model),
+            page_size=64,
+            max_total_tokens=pool,
+            max_running_requests=16,
+        ) as scheduler:
+            results[kind] = scheduler.run(requests)
+            if kind == "neo":
+                counters = scheduler.scheduler.token_manager.host_cache_counters
+    cached = {kind: [result.cached_tokens for result in got.values()] for kind, got in results.items()}
+    assert cached["neo"] == cached["plain"], "as many prompt tokens are computed, request by request"
+    assert sum(cached["plain"]) == 45 * (1500 // 64 * 64)
+    assert counters.kept_tokens > 0 and counters.loaded_tokens + counters.hit_tokens > 0, counters
+    assert_exact({name: result.reference() for name, result in results["plain"].items()}, tokens(results["neo"]))
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_what_the_device_evicts_goes_on_in_host_memory(tiny: Tiny, alone: Alone, page_size: int) -> None:
+    """Nobody ever ran on the host, and the second turn finds the first there."""
+    [first, second] = chats(seed=7, count=4, turns=2)
+    expected = [alone("llama", requests) for requests in (first, second)]
+    with InProcessScheduler("neo", tiny("llama"), page_size=page_size) as scheduler:
+        assert_exact(expected[0], tokens(scheduler.run(first)))
+        empty_device_tree(scheduler.scheduler)
+        manager = scheduler.scheduler.token_manager
+        counters = manager.host_cache_counters
+        assert manager.migrations.to_host == 0 and manager.prefilled_tokens == 0
+        assert manager.host_cached() == counters.kept_tokens > 400
+        got = scheduler.run(second)
+        assert_exact(expected[1], tokens(got))
+        assert counters.loaded_tokens > 400
+        free = manager.host_usage().free_tokens
+        empty_device_tree(scheduler.scheduler)
+        assert manager.host_usage().free_tokens < free, "the second turn is kept as well"
+        manager.audit()
+
+
 @pytest.mark.parametrize("policy", ["lfu", "slru", "priority"])
 def test_eviction_policies(tiny: Tiny, alone: Alone, policy: str) -> None:
     [requests, _] = chats(seed=4, count=6, turns=2)

@@ -319,6 +319,11 @@ class KVTransfer:
             stage.free = consumer.record()
         return self._started(pages, layers, consumer.record(), slots, to_host=False)
 
+    def settle(self) -> None:
+        """Makes the current stream wait for every copy to the host that was started. Before a step in which workers
+        write: a page that was given back while it was copied to may be another row's by then."""
+        self.device.current().wait(self._out.record())
+
     def synchronize(self) -> None:
         """Blocks until every transfer is over; to be called before the host memory is closed."""
         for pending in self._pending:

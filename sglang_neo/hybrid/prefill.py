@@ -48,7 +48,6 @@ class HostPrefill:
         self.v = torch.zeros_like(self.k)
         self.layers = len(device.k)
         self.transfer = transfer.over([self.k] * self.layers, [self.v] * self.layers)
-        self._last: Transfer | None = None
         #: What the attention backend hands layers to while such a forward runs.
         self.current: PromptLayers | None = None
 
@@ -86,18 +85,8 @@ class HostPrefill:
             raise RuntimeError(f"a prefill to host memory took {layers.taken} of {self.layers} layers")
         for line in lines:
             req_to_token[line].zero_()
-        self._last = layers.transfer
         for row in rows:
             row.arrival = layers.transfer
-
-    def settle(self) -> None:
-        """Makes the current stream wait until what was taken is in its host pages.
-
-        Before a step in which workers write: a page that was given back meanwhile may be another row's by then.
-        """
-        if self._last is not None:
-            self._last.wait()
-            self._last = None
 
     @contextlib.contextmanager
     def _in_place_of_the_pool(self) -> Iterator[None]:
