@@ -161,7 +161,7 @@ def test_what_the_device_evicts_goes_on_in_host_memory(tiny: Tiny, alone: Alone,
         assert manager.host_cached() == counters.kept_tokens > 400
         got = scheduler.run(second)
         assert_exact(expected[1], tokens(got))
-        assert counters.loaded_tokens > 400
+        assert counters.loaded_tokens > 300
         free = manager.host_usage().free_tokens
         empty_device_tree(scheduler.scheduler)
         assert manager.host_usage().free_tokens < free, "the second turn is kept as well"
