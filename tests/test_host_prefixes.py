@@ -91,6 +91,7 @@ def test_host_rows_share_their_prefix(tiny: Tiny, alone: Alone) -> None:
     prefix = random_prompt(rng, 300)
     requests = [Request(f"r{i}", prefix + random_prompt(rng, 10), 40, arrive=i) for i in range(4)]
     shared: set[int] = set()
+    read: list[tuple[int, int]] = []  # bytes of a layer, of all rows together and of each by itself
     moves = ToHost(0, rate=0.5)
 
     def watch(scheduler: Any, step: int) -> None:
@@ -98,10 +99,14 @@ def test_host_rows_share_their_prefix(tiny: Tiny, alone: Alone) -> None:
         rows = [row.pages for row in scheduler.token_manager.host_rows().values()]
         if len(rows) == 4:
             shared.update(set.intersection(*map(set, rows)))
+            host, plan = list(scheduler.token_manager.host_rows().values()), scheduler.placement.attention.plan
+            read.append((plan(host).bytes, sum(plan([row]).bytes for row in host)))
 
     with InProcessScheduler("neo", tiny("llama")) as scheduler:
         got = scheduler.run(requests, watch)
     assert len(shared) == 300 // 64
+    once = 300 // 64 * 64 * TOKEN_BYTES // 3
+    assert read and all(together == apart - 3 * once for together, apart in read), (read[0], once)
     assert_exact(alone("llama", requests), tokens(got))
 
 

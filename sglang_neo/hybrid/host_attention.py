@@ -29,6 +29,7 @@ from cpu_kernels.workers import Handoffs, HandoffService, Step, WorkerPool
 from sglang_neo.hybrid.exchange import NO_ROW, exchange_for
 from sglang_neo.hybrid.geometry import AttentionGeometry
 from sglang_neo.hybrid.streams import flag_stream
+from sglang_neo.planning.cascade import shared_runs
 from sglang_neo.token_manager import HostRow
 
 #: uint32 words in a cache line: flags that share one would bounce between the device's and the CPU's writes.
@@ -185,8 +186,9 @@ class HostAttention:
         return True
 
     def plan(self, rows: Sequence[HostRow]) -> Plan:
-        """The attention of these rows, for any layer."""
-        g = self.geometry
+        """The attention of these rows, for any layer. What they share of the host's radix cache is read once."""
+        g, page = self.geometry, self.pool.geometry.page_tokens
+        shared = shared_runs([row.pages[: row.cached_pages] for row in rows])
         return Plan(
             self.pool.kernel_pool,
             [row.tokens for row in rows],
@@ -196,6 +198,7 @@ class HostAttention:
             soft_cap=g.soft_cap,
             threads=self.workers.threads,
             q_dtype=g.dtype,
+            prefix_groups=[(run.rows, run.begin * page, run.end * page) for run in shared],
         )
 
     def _descriptor(self, rows: Sequence[HostRow], number: int) -> Step:
