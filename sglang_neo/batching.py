@@ -175,10 +175,11 @@ class NeoPrefillAdder(PrefillAdder):
         return offset if self._here(req) else 0
 
     def add_one_req(self, req: Req, has_chunked_req: bool, truncation_align_size: int | None) -> AddReqResult:
-        if not self._to_host:
-            return super().add_one_req(req, has_chunked_req, truncation_align_size)
         manager = self._manager
-        assert manager is not None
+        if manager is not None and not self._to_host and manager.host_chunks and self._would_be_cut(req):
+            return AddReqResult.OTHER
+        if manager is None or not self._to_host:
+            return super().add_one_req(req, has_chunked_req, truncation_align_size)
         if req.session is not None:  # keeps its device KV between turns
             return AddReqResult.NO_TOKEN
         if manager.host_cache is None:  # what was matched is on the device, in a tree that ours stands not behind
@@ -232,6 +233,11 @@ class NeoPrefillAdder(PrefillAdder):
         if self._to_host:
             self._count_host(req, manager.host_page_tokens)
         return rest
+
+    def _would_be_cut(self, req: Req) -> bool:
+        """Whether the prompt needs more than one step."""
+        tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) - req.host_hit_length
+        return self.rem_chunk_tokens is not None and self.ceil_paged_tokens(tokens) > self.rem_chunk_tokens
 
     def _beside(self, req: Req) -> int:
         """Host tokens that a prompt takes beside those that it computes: the rest of its last page, and what it has on

@@ -6,8 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from sglang_neo.planning.metering import Meter
 from sglang_neo.planning.placement import Row, Rules, pause_after, to_device, to_host
 from sglang_neo.token_manager import NeoTokenManager, host_row
+
+
+def _device_rows(batch: Any) -> int:
+    return sum(host_row(req) is None and not req.finished() for req in batch.reqs)
 
 
 class Placement:
@@ -27,6 +32,7 @@ class Placement:
         host = scheduler.tp_worker.model_runner.neo_host
         self.attention = host.attention if host is not None else None
         self.staging_bytes = host.prefill.bytes if host is not None else 0
+        self._meter = Meter(scheduler.server_args.neo_host_prefill_rate)
         #: The first waiting request when the host had no room for it, and the tokens that it had.
         self._refused: tuple[str, int] | None = None
 
@@ -54,8 +60,10 @@ class Placement:
 
     def host_takes_prompts(self, batch: Any) -> bool:
         """Whether waiting prompts may be computed straight into host memory: the device has no room for the first of
-        them, and the host may have."""
+        them, the host may have, and it is their time."""
         scheduler = self._scheduler
+        if not self.host_prefill_is_due(batch):
+            return False
         if not (self._open and batch.batch_is_full and scheduler.waiting_queue):
             return False
         if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
@@ -65,12 +73,17 @@ class Placement:
         first, available = self._refused
         return scheduler.waiting_queue[0].rid != first or self._manager.host_available() > available
 
+    def host_prefill_is_due(self, batch: Any) -> bool:
+        """Whether a prefill to the host would not hold up the device rows of ``batch`` more than it may."""
+        return self._meter.open(_device_rows(batch))
+
     def after_host_admission(self, batch: Any) -> None:
         """``batch``: of prompts that go to the host, prepared; None if the host had no room for the first."""
         self._refused = None
         if batch is not None:
             for req in batch.reqs:
                 self._manager.disown_device(req)
+            self._meter.computed(batch.extend_num_tokens)
         elif self._scheduler.waiting_queue:
             self._refused = (self._scheduler.waiting_queue[0].rid, self._manager.host_available())
 
@@ -89,9 +102,11 @@ class Placement:
         """Room for the next token of every row; if there is plenty, rows come back from the host."""
         if not self._manager.has_host:
             return
+        if _device_rows(batch):
+            self._meter.decoded()
         needed = batch.new_tokens_required_next_decode()
         if self._device_free() < needed:
-            rows = sum(host_row(req) is None for req in batch.reqs)
+            rows = _device_rows(batch)
             # In a pause SGLang retracts; the last row it would abort.
             if self._open or rows == 1:
                 self._make_room(batch, needed + self._device_footprint(self.rules.growth_steps) * rows, partly=True)
@@ -127,7 +142,7 @@ class Placement:
         rows = self._rows(batch, self._may_return)
         if not rows:
             return
-        device_rows = sum(host_row(req) is None for req in batch.reqs)
+        device_rows = _device_rows(batch)
         for index in to_device(rows, device_rows, self._device_free(), self._page, self.rules):
             self.move_to_device(batch.reqs[index])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
@@ -44,6 +46,7 @@ class NeoScheduler(Scheduler):
     """Overrides only what seams.py names; policy stands in modules of its own."""
 
     max_total_num_tokens: int
+    chunked_req: Any
 
     def __init__(self, *args: Any, **kwargs: Any):
         batching.install()
@@ -88,15 +91,16 @@ class NeoScheduler(Scheduler):
 
     def _get_new_batch_prefill_raw(self, *, prefill_delayer_single_pass: Any, running_batch: Any) -> Any:
         NeoScheduleBatch.adopt(running_batch)
-        chunked = self.chunked_req
-        if chunked is None or host_row(chunked) is None:
+        with self._without_host_chunk() as host_chunk:
             self.placement.before_chunk(running_batch)
             batch, running_batch = super()._get_new_batch_prefill_raw(
                 prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
             )
-            if batch is not None or chunked is not None or not self.placement.host_takes_prompts(running_batch):
-                return batch, running_batch
-        device_is_full, running_batch.batch_is_full = running_batch.batch_is_full, False
+        due = self.placement.host_prefill_is_due if host_chunk else self.placement.host_takes_prompts
+        if batch is not None or (self.chunked_req is not None and not host_chunk) or not due(running_batch):
+            return batch, running_batch
+        device_is_full = running_batch.batch_is_full
+        running_batch.batch_is_full = not device_is_full  # if it is not, the host gets the next chunk only
         with self.token_manager.admission_to_host():
             batch, running_batch = super()._get_new_batch_prefill_raw(
                 prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
@@ -104,6 +108,22 @@ class NeoScheduler(Scheduler):
         running_batch.batch_is_full = device_is_full
         self.placement.after_host_admission(batch)
         return batch, running_batch
+
+    @contextlib.contextmanager
+    def _without_host_chunk(self) -> Iterator[bool]:
+        """While the device is asked: a prompt that goes to the host in chunks may have to wait for its next one, and
+        those for the device do not wait with it. Says whether there is such a prompt."""
+        chunked, manager = self.chunked_req, self.token_manager
+        manager.host_chunks = chunked is not None and host_row(chunked) is not None
+        if not manager.host_chunks:
+            yield False
+            return
+        self.chunked_req = None
+        try:
+            yield True
+        finally:
+            assert self.chunked_req is None, "a second prompt goes on in chunks"
+            self.chunked_req = chunked
 
     def update_running_batch(self, batch: Any) -> Any:
         NeoScheduleBatch.adopt(batch)

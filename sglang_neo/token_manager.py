@@ -135,6 +135,8 @@ class NeoTokenManager:
         self.staging_tokens = 0
         #: Which pool admission counts and prompts are prefilled to, while it looks at the waiting queue.
         self.admitting_to_host = False
+        #: A prompt is under way to the host in chunks; SGLang knows of one such prompt at a time.
+        self.host_chunks = False
 
     def attach_host(self, pages: HostPages, page_tokens: int, transfer: Any, steps: Steps, staging_tokens: int) -> None:
         """Adds a host pool.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import statistics
@@ -212,6 +213,57 @@ def test_int8_pages_cost_little_quality(tiny: Tiny) -> None:
     assert sum(r.cached_tokens for r in got.values()) >= 2 * 192
     off = [abs(expected[r.name].top_logprobs[0][0] - got[r.name].top_logprobs[0][0]) for r in requests]
     assert 0 < statistics.fmean(off) < 0.3, off
+
+
+# -- metering ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [10, 1e6])
+def test_prompts_to_the_host_come_one_by_one_while_device_rows_run(tiny: Tiny, alone: Alone, rate: float) -> None:
+    rng = random.Random(10)
+    running = [Request(f"d{i}", random_prompt(rng, 60), 150) for i in range(2)]
+    burst = [Request(f"h{i}", random_prompt(rng, 250), 3, arrive=3) for i in range(4)]
+    options = {"max_total_tokens": 480, "neo_host_prefill_rate": rate, "chunked_prefill_size": 256}
+    turns: list[int] = []  # in which a prompt was computed to the host
+    seen = [0]
+
+    def watch(scheduler: Any, step: int) -> None:
+        if scheduler.token_manager.prefilled_tokens > seen[0]:
+            turns.append(step)
+        seen[0] = scheduler.token_manager.prefilled_tokens
+
+    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:  # type: ignore[arg-type]
+        got = scheduler.run([*running, *burst], watch)
+    apart = [b - a for a, b in itertools.pairwise(turns)]
+    assert seen[0] == 4 * 250 and len(turns) == 4, "each in a step of its own: a step computes 256 tokens"
+    assert min(apart) >= 250 / 10 if rate == 10 else max(apart) < 5, apart
+    assert_exact(alone("llama", [*running, *burst]), tokens(got))
+
+
+def test_prompts_for_the_device_do_not_wait_for_one_that_goes_to_the_host_in_chunks(tiny: Tiny, alone: Alone) -> None:
+    rng = random.Random(11)
+    requests = [
+        Request("device", random_prompt(rng, 30), 120),
+        Request("host", random_prompt(rng, 500), 5, arrive=2),
+        Request("short", random_prompt(rng, 20), 5, arrive=10),
+        Request("z-cut", random_prompt(rng, 100), 5, arrive=12),  # would need chunks itself
+        Request("gone", random_prompt(rng, 500), 5, arrive=130, abort=150),
+    ]
+    options = {"max_total_tokens": 320, "neo_host_prefill_rate": 4, "chunked_prefill_size": 64}
+    order: list[str] = []
+
+    def watch(scheduler: Any, step: int) -> None:
+        scheduler.token_manager.audit()
+        running = [req for req in scheduler.running_batch.reqs if req.output_ids and req.rid not in order]
+        order.extend(req.rid for req in running)
+
+    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:  # type: ignore[arg-type]
+        got = scheduler.run(requests, watch)
+        computed = scheduler.scheduler.token_manager.prefilled_tokens
+    assert order[:2] == ["device", "short"] and order.index("host") < order.index("z-cut"), order
+    assert computed >= 500
+    del got["gone"]
+    assert_exact(alone("llama", requests[:4]), tokens(got))
 
 
 # -- negative controls ------------------------------------------------------------------------------------------------
