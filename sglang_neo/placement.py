@@ -32,7 +32,7 @@ class Placement:
         host = scheduler.tp_worker.model_runner.neo_host
         self.attention = host.attention if host is not None else None
         self.staging_bytes = host.prefill.bytes if host is not None else 0
-        self._meter = Meter(scheduler.server_args.neo_host_prefill_rate)
+        self.meter = Meter(scheduler.server_args.neo_host_prefill_rate)
         #: The first waiting request when the host had no room for it, and the tokens that it had.
         self._refused: tuple[str, int] | None = None
 
@@ -75,7 +75,7 @@ class Placement:
 
     def host_prefill_is_due(self, batch: Any) -> bool:
         """Whether a prefill to the host would not hold up the device rows of ``batch`` more than it may."""
-        return self._meter.open(_device_rows(batch))
+        return self.meter.open(_device_rows(batch))
 
     def after_host_admission(self, batch: Any) -> None:
         """``batch``: of prompts that go to the host, prepared; None if the host had no room for the first."""
@@ -83,7 +83,7 @@ class Placement:
         if batch is not None:
             for req in batch.reqs:
                 self._manager.disown_device(req)
-            self._meter.computed(batch.extend_num_tokens)
+            self.meter.computed(batch.extend_num_tokens)
         elif self._scheduler.waiting_queue:
             self._refused = (self._scheduler.waiting_queue[0].rid, self._manager.host_available())
 
@@ -103,7 +103,7 @@ class Placement:
         if not self._manager.has_host:
             return
         if _device_rows(batch):
-            self._meter.decoded()
+            self.meter.decoded()
         needed = batch.new_tokens_required_next_decode()
         if self._device_free() < needed:
             rows = _device_rows(batch)
