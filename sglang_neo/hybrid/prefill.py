@@ -138,6 +138,8 @@ class PromptLayers:
         for row, part in sorted(zip(rows, parts, strict=True), key=lambda pair: pair[1].prefix % page):
             prefix = span(part.first_slot, part.first_slot + part.prefix)
             if part.device_prefix is not None:
+                if part.device_prefix.is_cuda:  # made in the scheduler's stream, which may drop it before it is read
+                    part.device_prefix.record_stream(torch.cuda.current_stream())
                 cached.append(part.device_prefix)
                 into_cached.append(prefix)
                 first = row.cached_pages
