@@ -1,7 +1,7 @@
 """Prompts computed straight into host memory: one that is larger than the device pool, and a burst beside device rows.
 
     python -m bench.host_prefill MODEL --out FILE [--pool 13600] [--prompt 20000] [--answer 32] [--burst 200]
-                                 [--device-rows 8] [--device-prompt 600] [--device-answer 1000] [--device cuda]
+                                 [--device-rows 8] [--device-prompt 1400] [--device-answer 280] [--device cuda]
                                  [--backend triton] [--page-size 1] [--dtype bfloat16]
 
 1. Plain SGLang with a device pool that holds the long prompt answers it: the reference.
@@ -191,8 +191,8 @@ def main() -> int:
         ("burst", 200),
         ("burst-prompt", 900),
         ("device-rows", 8),
-        ("device-prompt", 600),
-        ("device-answer", 1000),
+        ("device-prompt", 1400),
+        ("device-answer", 280),
         ("page-size", 1),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -36,7 +36,7 @@ HOST_FLAGS = {
     "neo_host_kv_ratio": None,
     "neo_host_kv_dtype": "auto",
     "neo_host_prompt_tokens": None,
-    "neo_host_prefill_rate": 16.0,
+    "neo_host_prefill_rate": 12.0,
     "neo_cpu_threads": None,
     "neo_max_host_tpot": None,
     "neo_max_tpot": None,
@@ -89,9 +89,9 @@ class NeoServerArgs(ServerArgs):
         Arg(
             help="Tokens of prompts that are computed straight into host memory per decode step, on average, while "
             "requests decode from GPU memory. Some 150 take as long as a decode step does, so the default costs those "
-            "requests 10 percent of their speed while such prompts wait. More fills host memory faster."
+            "requests 8 percent of their speed while such prompts wait. More fills host memory faster."
         ),
-    ] = 16.0
+    ] = 12.0
     neo_cpu_threads: A[
         int | None,
         Arg(help="CPU threads for attention, per machine. Default: all cores but one per rank."),

@@ -146,6 +146,8 @@ class NeoPrefillAdder(PrefillAdder):
     """
 
     running_batch: Any
+    rem_input_tokens: Any
+    rem_chunk_tokens: Any
     rem_total_token_offset: Any
     cur_rem_token_offset: Any
 
@@ -165,6 +167,10 @@ class NeoPrefillAdder(PrefillAdder):
         if manager is not None and self._to_host:
             tree_cache, token_to_kv_pool_allocator = manager.host_cache or _NO_TREE, _HostSlots(manager)
         super().__init__(page_size, tree_cache, token_to_kv_pool_allocator, running_batch, *args, **kw)
+        if manager is not None and self._to_host and manager.host_step_tokens is not None:
+            self.rem_input_tokens = min(self.rem_input_tokens, manager.host_step_tokens)
+            if self.rem_chunk_tokens is not None:
+                self.rem_chunk_tokens = min(self.rem_chunk_tokens, manager.host_step_tokens)
 
     def _here(self, req: Req) -> bool:
         """Whether the request's KV lies in the pool that is counted."""

@@ -77,6 +77,11 @@ class Placement:
         """Whether a prefill to the host would not hold up the device rows of ``batch`` more than it may."""
         return self.meter.open(_device_rows(batch))
 
+    def host_step_tokens(self, batch: Any) -> int | None:
+        """Tokens of such a step at most; None: as many as SGLang gives one."""
+        aligned = self._scheduler.truncation_align_size is not None  # chunks of a size of its own
+        return self.meter.step_tokens if _device_rows(batch) and not aligned else None
+
     def after_host_admission(self, batch: Any) -> None:
         """``batch``: of prompts that go to the host, prepared; None if the host had no room for the first."""
         self._refused = None

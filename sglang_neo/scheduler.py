@@ -101,7 +101,7 @@ class NeoScheduler(Scheduler):
             return batch, running_batch
         device_is_full = running_batch.batch_is_full
         running_batch.batch_is_full = not device_is_full  # if it is not, the host gets the next chunk only
-        with self.token_manager.admission_to_host():
+        with self.token_manager.admission_to_host(self.placement.host_step_tokens(running_batch)):
             batch, running_batch = super()._get_new_batch_prefill_raw(
                 prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
             )

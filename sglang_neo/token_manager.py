@@ -135,6 +135,7 @@ class NeoTokenManager:
         self.staging_tokens = 0
         #: Which pool admission counts and prompts are prefilled to, while it looks at the waiting queue.
         self.admitting_to_host = False
+        self.host_step_tokens: int | None = None
         #: A prompt is under way to the host in chunks; SGLang knows of one such prompt at a time.
         self.host_chunks = False
 
@@ -292,9 +293,9 @@ class NeoTokenManager:
         return max(0, min(self.host_usage().total_tokens - beside, self.staging_tokens))
 
     @contextlib.contextmanager
-    def admission_to_host(self) -> Iterator[None]:
-        """While SGLang's admission is asked whom the host has room for."""
-        self.admitting_to_host = True
+    def admission_to_host(self, step_tokens: int | None) -> Iterator[None]:
+        """While SGLang's admission is asked whom the host has room for, in a step of so many tokens; None: as ever."""
+        self.admitting_to_host, self.host_step_tokens = True, step_tokens
         try:
             yield
         finally:

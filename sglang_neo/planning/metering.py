@@ -13,18 +13,28 @@ from __future__ import annotations
 class Meter:
     """A budget of prompt tokens that grows by ``per_step`` with each decode step that has device rows.
 
-    It may be overdrawn: a step computes a whole chunk, and what it took too much is waited for afterwards. Unused
-    budget is not kept, for decoding does not get faster by it later.
+    It may be overdrawn: a step computes up to ``step_tokens``, and what it took too much is waited for afterwards.
+    Unused budget is not kept, for decoding does not get faster by it later.
 
     Args:
         per_step: tokens.
     """
+
+    #: Decode steps whose budget one prefill step may take, so that a short answer does not meet a long prompt whole.
+    STEPS_AT_ONCE = 32
+    #: Tokens that one may take whatever the budget: fewer would not keep a GPU busy.
+    LEAST_AT_ONCE = 256
 
     def __init__(self, per_step: float):
         if per_step <= 0:
             raise ValueError(f"the budget per step must be greater than 0, got {per_step}")
         self.per_step = per_step
         self._debt = 0.0
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a prefill step at most, while device rows decode. A prompt that may not be cut is taken whole."""
+        return max(self.LEAST_AT_ONCE, int(self.STEPS_AT_ONCE * self.per_step))
 
     def decoded(self) -> None:
         """A decode step with device rows."""

@@ -132,6 +132,43 @@ def test_int8_prefixes_come_back_dequantised() -> None:
         assert ((got.float() - want.float()).abs() <= 0.6 * step + 0.01).all(), what
 
 
+def test_the_region_is_taken_out_of_the_device_pools_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+    from sglang_neo import model_runner
+
+    monkeypatch.setattr(KVCacheConfigurator, "_profile_available_bytes", lambda self, before: 4 << 30)
+    monkeypatch.setattr(model_runner, "gpu_only_reasons", lambda args: [])
+
+    def budget(context: int = 131072, **flags: Any) -> int:
+        """Of a 70B shape's rank."""
+        configurator = object.__new__(model_runner.NeoKVCacheConfigurator)
+        given = {
+            "neo_mode": "auto", "neo_host_kv_dtype": "auto", "neo_host_kv_size": None, "neo_host_kv_ratio": None,
+            "neo_host_prompt_tokens": None, "tp_size": 1, "dp_size": 1, **flags,
+        }  # fmt: skip
+        values = {
+            "device": "cpu",
+            "server_args": SimpleNamespace(**given),
+            "model_config": SimpleNamespace(
+                get_num_kv_heads=lambda tp: 8 // tp, head_dim=128, num_hidden_layers=80, context_len=context
+            ),
+            "ps": SimpleNamespace(tp_size=1),
+            "kv_cache_dtype": torch.bfloat16,
+        }
+        for name, value in values.items():
+            setattr(configurator, name, value)
+        monkeypatch.setattr(model_runner.NeoKVCacheConfigurator, "page_size", 1, raising=False)
+        return (4 << 30) - configurator._profile_available_bytes(1)
+
+    token = 2 * 8 * 128 * 2  # bytes of a layer
+    assert budget() == (8 * (4 << 30) // (80 * token) + 2) * token, "as many tokens as eight such pools hold"
+    assert budget(context=8192) == (8192 + 2) * token
+    assert budget(neo_host_prompt_tokens=5000) == (5000 + 2) * token
+    assert budget(neo_host_kv_size=1.0) == (10**9 // (80 * token) + 2) * token
+    assert budget(neo_mode="gpu-only") == 0
+
+
 def test_a_layer_whose_attention_did_not_come_by_is_an_error() -> None:
     s = Setup()
     row = HostRow([0], 10, part=PromptPart(4, 0, 10, None))

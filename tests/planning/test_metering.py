@@ -20,6 +20,7 @@ def test_what_is_overdrawn_is_waited_for() -> None:
     assert meter.open(device_rows=3)
     meter.computed(10**6)
     assert meter.open(device_rows=0), "nobody to hold up"
+    assert (meter.step_tokens, Meter(1).step_tokens) == (512, 256)
     assert meter.open(device_rows=3)
     with pytest.raises(ValueError, match="greater than 0"):
         Meter(0)
