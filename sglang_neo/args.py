@@ -35,6 +35,8 @@ HOST_FLAGS = {
     "neo_host_kv_size": None,
     "neo_host_kv_ratio": None,
     "neo_host_kv_dtype": "auto",
+    "neo_host_prompt_tokens": None,
+    "neo_host_prefill_rate": 12.0,
     "neo_cpu_threads": None,
     "neo_max_host_tpot": None,
     "neo_max_tpot": None,
@@ -75,6 +77,21 @@ class NeoServerArgs(ServerArgs):
         HostKVDtype,
         Arg(help="Data type of the host KV cache; auto: the GPU pool's. int8 keeps a scale per token and head."),
     ] = "auto"
+    neo_host_prompt_tokens: A[
+        int | None,
+        Arg(
+            help="Longest prompt, in tokens, that is computed straight into host memory. It costs GPU memory for so "
+            "many tokens of one layer. Default: the model's context, or what the host pool can hold if that is less."
+        ),
+    ] = None
+    neo_host_prefill_rate: A[
+        float,
+        Arg(
+            help="Tokens of prompts that are computed straight into host memory per decode step, on average, while "
+            "requests decode from GPU memory. Some 150 take as long as a decode step does, so the default costs those "
+            "requests 8 percent of their speed while such prompts wait. More fills host memory faster."
+        ),
+    ] = 12.0
     neo_cpu_threads: A[
         int | None,
         Arg(help="CPU threads for attention, per machine. Default: all cores but one per rank."),
@@ -155,6 +172,8 @@ def check_neo_flags(args: NeoServerArgs, usable_cores: int, memory: int) -> None
     for field in (
         "neo_host_kv_size",
         "neo_host_kv_ratio",
+        "neo_host_prompt_tokens",
+        "neo_host_prefill_rate",
         "neo_cpu_threads",
         "neo_max_host_tpot",
         "neo_max_tpot",

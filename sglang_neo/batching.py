@@ -1,5 +1,8 @@
 """Batches with rows of both kinds: SGLang's, where device memory is counted for device rows only.
 
+Decode batches hold rows of both kinds. A prefill batch is of one kind: an attention backend finds a layer's KV in one
+tensor, which is either the device pool's or the staging region's.
+
 SGLang names these classes and functions as globals of its modules. ``install`` puts ours there; for requests without
 host rows and schedulers without a host pool they do exactly what SGLang's do, so plain and our schedulers can share a
 process.
@@ -8,15 +11,17 @@ process.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang.srt.managers import schedule_batch, scheduler
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
-from sglang.srt.mem_cache.allocation import alloc_for_decode
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
+from sglang.srt.mem_cache.allocation import alloc_for_decode, alloc_for_extend, alloc_req_slots
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
 
-from sglang_neo.planning.prefix import loads_back
 from sglang_neo.token_manager import NeoTokenManager, host_row
 
 
@@ -24,6 +29,7 @@ def install() -> None:
     """Once per process, before a scheduler runs; harmless to repeat. The seams are listed in seams.py."""
     scheduler.PrefillAdder = NeoPrefillAdder
     schedule_batch.alloc_for_decode = alloc_for_hybrid_decode
+    schedule_batch.alloc_for_extend = alloc_for_host_extend
 
 
 def manager_of(allocator: Any) -> NeoTokenManager | None:
@@ -51,6 +57,36 @@ def alloc_for_hybrid_decode(batch: ScheduleBatch, token_per_req: int) -> torch.T
         part.seq_lens_cpu = batch.seq_lens_cpu[index_cpu]
         slots[index] = alloc_for_decode(part, token_per_req).to(torch.int64)
     return slots
+
+
+def alloc_for_host_extend(batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As SGLang's ``alloc_for_extend`` (mem_cache/allocation.py): int64 [new tokens], their slots, and the requests'
+    lines of ``req_to_token``, int64 [requests], on the device and on the host.
+
+    Prompts that go to the host get host pages, and slots of the staging region, one prompt behind the other. Their
+    lines are written when the step runs: an earlier step may be reading them now.
+    """
+    manager = manager_of(batch.token_to_kv_pool_allocator)
+    if manager is None or not manager.admitting_to_host:
+        return alloc_for_extend(batch)
+    for req in batch.reqs:
+        req.kv_committed_len = len(req.prefix_indices)  # by which SGLang knows who goes on with its request slot
+    lines_cpu = torch.tensor(alloc_req_slots(batch.req_to_token_pool, batch.reqs, batch.tree_cache), dtype=torch.int64)
+    page = manager.device_page_tokens
+    first, slots = page, []
+    for req in batch.reqs:
+        end = req.extend_range.end
+        manager.begin_prefill(req, first)
+        slots.append(torch.arange(first + len(req.prefix_indices), first + end, dtype=torch.int64))
+        first += manager.device_footprint(end)
+        if req.kv is None:
+            req.kv = ReqKvInfo(kv_allocated_len=end, swa_evicted_seqlen=0)
+    assert first - page <= manager.staging_tokens, "admission gave more prompts than the staging region holds"
+    return (
+        torch.cat(slots).to(batch.device, non_blocking=True),
+        lines_cpu.to(batch.device, non_blocking=True),
+        lines_cpu,
+    )
 
 
 class NeoScheduleBatch(ScheduleBatch):
@@ -85,82 +121,140 @@ class NeoScheduleBatch(ScheduleBatch):
                     manager.grow(req)
 
 
-class NeoPrefillAdder(PrefillAdder):
-    """Admission that counts both pools.
+class _HostSlots:
+    """The host pool as the allocator whose free tokens admission counts."""
 
-    A request needs device memory for its prompt now, and memory anywhere for what it will generate: the device gives
-    way by moving rows to the host. So SGLang's reservation for future tokens (``rem_total_tokens``) is held against
-    both pools, and the prompt's own tokens against the device.
+    def __init__(self, manager: NeoTokenManager):
+        self._manager = manager
+
+    def available_size(self) -> int:
+        return self._manager.host_usage().free_tokens
+
+
+#: Stands for the host's radix cache where there is none.
+_NO_TREE = ChunkCache(
+    CacheInitParams(disable=True, req_to_token_pool=None, token_to_kv_pool_allocator=None, page_size=1)
+)
+
+
+class NeoPrefillAdder(PrefillAdder):
+    """SGLang's admission, asked twice: who fits the device, and, where the device is full, who fits the host.
+
+    Each pool is counted by SGLang's own rules: the prompt, and what the pool's rows are expected to generate. To count
+    the host, the host's radix cache and its free pages take the places of the device's; a prompt is computed straight
+    into host pages then, and needs a place in the staging region.
     """
 
+    running_batch: Any
+    rem_input_tokens: Any
+    rem_chunk_tokens: Any
     rem_total_token_offset: Any
-    _device_only = False
-    _both_pools = False
+    cur_rem_token_offset: Any
 
-    @property
-    def _manager(self) -> NeoTokenManager | None:
-        return manager_of(self.token_to_kv_pool_allocator)
+    def __init__(
+        self,
+        page_size: int,
+        tree_cache: Any,
+        token_to_kv_pool_allocator: Any,
+        running_batch: Any,
+        *args: Any,
+        **kw: Any,
+    ):
+        manager = manager_of(token_to_kv_pool_allocator)
+        self._manager = manager
+        self._to_host = manager is not None and manager.admitting_to_host
+        self._staged = 0
+        if manager is not None and self._to_host:
+            tree_cache, token_to_kv_pool_allocator = manager.host_cache or _NO_TREE, _HostSlots(manager)
+        super().__init__(page_size, tree_cache, token_to_kv_pool_allocator, running_batch, *args, **kw)
+        if manager is not None and self._to_host and manager.host_step_tokens is not None:
+            self.rem_input_tokens = min(self.rem_input_tokens, manager.host_step_tokens)
+            if self.rem_chunk_tokens is not None:
+                self.rem_chunk_tokens = min(self.rem_chunk_tokens, manager.host_step_tokens)
 
-    @property
-    def rem_total_tokens(self) -> Any:
-        tokens = PrefillAdder.rem_total_tokens.fget(self)
-        manager = self._manager
-        if manager is None or self._device_only:
-            return tokens
-        return tokens + manager.host_available()
+    def _here(self, req: Req) -> bool:
+        """Whether the request's KV lies in the pool that is counted."""
+        return (host_row(req) is not None) == self._to_host
 
-    @property
-    def cur_rem_tokens(self) -> Any:
-        tokens = PrefillAdder.cur_rem_tokens.fget(self)
-        return tokens + self._manager.host_available() if self._both_pools and self._manager else tokens
+    def _get_running_request_total_token_offset(self, req: Req) -> int:
+        offset: int = super()._get_running_request_total_token_offset(req)
+        return offset if self._here(req) else 0
 
     def add_one_req(self, req: Req, has_chunked_req: bool, truncation_align_size: int | None) -> AddReqResult:
         manager = self._manager
-        if manager is not None:
-            with self._lock_node(req.last_node):  # what it would use of the radix cache cannot be evicted for it
-                step = self._step_tokens(req, req.host_hit_length)
-                if not loads_back(req.host_hit_length, step + self.page_size, manager.device_usage().total_tokens):
-                    req.host_hit_length = 0
-                if self._prompt_tokens(req) > self.cur_rem_tokens:
-                    return AddReqResult.NO_TOKEN
-        return super().add_one_req(req, has_chunked_req, truncation_align_size)
+        if manager is not None and not self._to_host and manager.host_chunks and self._would_be_cut(req):
+            return AddReqResult.OTHER
+        if manager is None or not self._to_host:
+            return super().add_one_req(req, has_chunked_req, truncation_align_size)
+        if req.session is not None:  # keeps its device KV between turns
+            return AddReqResult.NO_TOKEN
+        if manager.host_cache is None:  # what was matched is on the device, in a tree that ours stands not behind
+            req.prefix_indices, req.last_node, req.host_hit_length = req.prefix_indices[:0], None, 0
+        prompt, prefix = len(req.full_untruncated_fill_ids), len(req.prefix_indices)
+        if prompt > manager.staging_tokens:
+            return AddReqResult.NO_TOKEN
+        longest = prompt if self.rem_chunk_tokens is None else min(prompt, prefix + self.rem_chunk_tokens)
+        if self._staged + self.ceil_paged_tokens(longest) > manager.staging_tokens:
+            return AddReqResult.OTHER
+        beside = self._beside(req)
+        with self._lock_node(req.last_node):  # what it would use of the host's tree cannot be evicted for it
+            answer = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+            if prompt - prefix + answer + self.page_size + beside >= self.rem_total_tokens:
+                return AddReqResult.NO_TOKEN
+        result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+        if self.can_run_list and self.can_run_list[-1] is req:
+            self._count_host(req, beside)
+        return result
 
     def add_one_req_ignore_eos(self, req: Req) -> AddReqResult:
-        # Without a radix cache SGLang simulates when such requests end, against what is free now.
-        self._both_pools = self._manager is not None
+        # Without a radix cache SGLang simulates when the running requests end: those of the pool that is counted.
+        running = self.running_batch
+        if self._manager is not None and running is not None:
+            here = [other for other in running.reqs if self._here(other)]
+            self.running_batch = SimpleNamespace(reqs=here, batch_size=running.batch_size)
         try:
             return super().add_one_req_ignore_eos(req)
         finally:
-            self._both_pools = False
+            self.running_batch = running
 
     def add_chunked_req(self, req: Req) -> Req | None:
-        if self._manager is None:
+        manager = self._manager
+        if manager is None:
             return super().add_chunked_req(req)
-        # The next chunk must fit the device as it is now; its tail is cut to whole pages, as SGLang cuts its chunks.
-        room = int(self.cur_rem_tokens - self.page_size) // self.page_size * self.page_size
+        # The next chunk must fit the pool as it is now; its tail is cut to whole pages, as SGLang cuts its chunks.
+        free = int(self.cur_rem_tokens - self.page_size)
+        row = host_row(req)
+        if row is not None:
+            free += len(row.pages) * manager.host_page_tokens - row.tokens
+        room = free // self.page_size * self.page_size
         if room <= 0:
             self.rem_chunk_tokens = 0  # it waits where it is, and nobody overtakes it
             return req
         self.rem_chunk_tokens = min(self.rem_chunk_tokens, room)
-        self._device_only = True
-        try:
-            # Not SGLang's reservation for others either: they can leave the device.
-            offset, self.rem_total_token_offset = self.rem_total_token_offset, self.cur_rem_token_offset
-            before = self.rem_total_token_offset
-            rest = super().add_chunked_req(req)
-            self.rem_total_token_offset = offset + self.rem_total_token_offset - before
-        finally:
-            self._device_only = False
+        # Not SGLang's reservation for others: it has counted this prompt's future once, and device rows can leave.
+        offset, self.rem_total_token_offset = self.rem_total_token_offset, self.cur_rem_token_offset
+        before = self.rem_total_token_offset
+        rest = super().add_chunked_req(req)
+        self.rem_total_token_offset = offset + self.rem_total_token_offset - before
+        if self._to_host:
+            self._count_host(req, manager.host_page_tokens)
         return rest
 
-    def _prompt_tokens(self, req: Req) -> int:
-        """Device tokens that the request's next prefill step needs, with what comes back from the host for it and the
-        page that SGLang allows for alignment."""
-        return int(req.host_hit_length) + self._step_tokens(req, req.host_hit_length) + self.page_size
+    def _would_be_cut(self, req: Req) -> bool:
+        """Whether the prompt needs more than one step."""
+        tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) - req.host_hit_length
+        return self.rem_chunk_tokens is not None and self.ceil_paged_tokens(tokens) > self.rem_chunk_tokens
 
-    def _step_tokens(self, req: Req, host_hit: int) -> int:
-        """Of them, those that the step computes if ``host_hit`` come back."""
-        tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) - host_hit
-        if self.rem_chunk_tokens is not None:
-            tokens = min(tokens, self.rem_chunk_tokens)
-        return int(self.ceil_paged_tokens(tokens))
+    def _beside(self, req: Req) -> int:
+        """Host tokens that a prompt takes beside those that it computes: the rest of its last page, and what it has on
+        the device only."""
+        manager = self._manager
+        assert manager is not None
+        found = getattr(req, "neo_host_prefix", None)
+        copied = found.tokens - len(found.pages) * manager.host_page_tokens if found is not None else 0
+        return manager.host_page_tokens + int(copied)
+
+    def _count_host(self, req: Req, beside: int) -> None:
+        self._staged += self.ceil_paged_tokens(req.extend_range.end)
+        self.cur_rem_token_offset += beside
+        self.rem_total_token_offset += beside

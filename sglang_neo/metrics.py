@@ -100,6 +100,7 @@ class _Published:
             return Gauge(f"sglang:{name}", text, labelnames=names, multiprocess_mode="mostrecent").labels(**labels)
 
         tokens = counter("neo_host_tokens_total", "Output tokens of requests decoded from host memory.")
+        prompts = counter("neo_host_prompt_tokens_total", "Tokens of prompts computed straight into host memory.")
         busy = counter("neo_cpu_busy_seconds_total", "Time that CPU attention workers worked, summed over threads.")
         wait = counter("neo_cpu_wait_seconds_total", "Time that steps with host rows gave the CPU nothing to do.")
         self._steps = counter("neo_steps_total", "Decode steps, by mode.", "mode")
@@ -108,8 +109,11 @@ class _Published:
         restarted = counter("neo_restarted_reqs_total", "Requests prefilled again because the CPU work failed.")
         hits = counter("neo_host_cache_hit_tokens_total", "Tokens found in the host's prefix cache and used.")
         evicted = counter("neo_host_cache_evicted_tokens_total", "Tokens evicted from the host's prefix cache.")
-        self._tokens, self._busy, self._wait, self._failed, self._restarted, self._hits, self._evicted = (
-            metric.labels(**labels) for metric in (tokens, busy, wait, failed, restarted, hits, evicted)
+        self._tokens, self._prompts, self._busy, self._wait = (
+            metric.labels(**labels) for metric in (tokens, prompts, busy, wait)
+        )
+        self._failed, self._restarted, self._hits, self._evicted = (
+            metric.labels(**labels) for metric in (failed, restarted, hits, evicted)
         )
         self._used = gauge("neo_host_kv_used_tokens", "Tokens of host KV in use by requests.")
         self._cached = gauge("neo_host_cache_tokens", "Tokens in the host's prefix cache.")
@@ -123,6 +127,7 @@ class _Published:
         self, counters: StepCounters, manager: NeoTokenManager, times: CpuTimes | None, recovery: Recovery | None
     ) -> None:
         self._add("tokens", self._tokens, counters.host_tokens)
+        self._add("prompts", self._prompts, manager.prefilled_tokens)
         for mode, steps in counters.steps.items():
             self._add(f"steps {mode}", self._steps.labels(**self._labels, mode=mode), steps)
         moved = manager.migrations

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -18,17 +19,45 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_schedule
 
 from sglang_neo import token_manager
+from sglang_neo.host_kv import limits
 from sglang_neo.hybrid import assemble
 from sglang_neo.hybrid.backend import hide_host_rows, make_hybrid
 from sglang_neo.hybrid.host_attention import StepRefused
 from sglang_neo.recovery import LaunchedHostRows
+from sglang_neo.refusals import gpu_only_reasons
 from sglang_neo.token_manager import NeoReqToTokenPool, host_row
 
 logger = logging.getLogger(__name__)
 
 
 class NeoKVCacheConfigurator(KVCacheConfigurator):
-    """Sizes and builds the KV pools as SGLang does; the owners of slots are ours."""
+    """Sizes and builds the KV pools as SGLang does, beside our staging region; the owners of slots are ours."""
+
+    def _profile_available_bytes(self, pre_model_load_memory: int) -> int:
+        available: int = super()._profile_available_bytes(pre_model_load_memory)
+        kept = self._staging_bytes(available)
+        if str(self.device).startswith("cuda"):
+            from sglang_neo.hybrid.graphs import host_graph_bytes
+
+            kept += host_graph_bytes(self.server_args)
+        return max(0, available - kept)
+
+    def _staging_bytes(self, available: int) -> int:
+        """Of the region that ``assemble.host_side`` will make; all ranks must come to the same number."""
+        args, model = self.server_args, self.model_config
+        if args.neo_mode == "gpu-only" or gpu_only_reasons(args):
+            return 0
+        values = 2 * model.get_num_kv_heads(self.ps.tp_size) * model.head_dim  # of a token in one layer
+        host_size = 1 if args.neo_host_kv_dtype == "int8" else self.kv_cache_dtype.itemsize
+        most = limits.most_host_tokens(
+            size_gb=args.neo_host_kv_size,
+            ratio=args.neo_host_kv_ratio,
+            gpu_pool_bytes=available,
+            ranks=args.tp_size * args.dp_size,
+            token_bytes=values * host_size * model.num_hidden_layers,
+        )
+        tokens = limits.staging_tokens(asked=args.neo_host_prompt_tokens, context=model.context_len, host_tokens=most)
+        return (tokens + 2 * self.page_size) * values * self.kv_cache_dtype.itemsize
 
     def _build_token_to_kv_pool_allocator(
         self, *, token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None, **kwargs: Any
@@ -37,14 +66,6 @@ class NeoKVCacheConfigurator(KVCacheConfigurator):
             token_to_kv_pool_allocator=token_to_kv_pool_allocator, **kwargs
         )
         return built if token_to_kv_pool_allocator is not None else token_manager.adopt(built)
-
-    def _profile_available_bytes(self, pre_model_load_memory: int) -> int:
-        available = super()._profile_available_bytes(pre_model_load_memory)
-        if not str(self.device).startswith("cuda"):
-            return available
-        from sglang_neo.hybrid.graphs import host_graph_bytes
-
-        return max(0, available - host_graph_bytes(self.server_args))
 
     def _build_req_to_token_pool(self, *, max_num_reqs: int) -> ReqToTokenPool:
         pool = super()._build_req_to_token_pool(max_num_reqs=max_num_reqs)
@@ -67,16 +88,25 @@ def host_batch_rows(batch: ScheduleBatch) -> HostBatchRows | None:
     return HostBatchRows([batch.reqs[i] for i in index], index) if index else None
 
 
+def host_prompts(batch: ScheduleBatch) -> Sequence[Any] | None:
+    """The requests of a prefill batch whose KV goes to host memory (all of them, or none)."""
+    to_host = batch.forward_mode.is_extend() and batch.reqs and host_row(batch.reqs[0]) is not None
+    return batch.reqs if to_host else None
+
+
 class NeoModelRunner(ModelRunner):
     """Executes steps: SGLang's own where all rows are on the device, else with the host rows' attention on the CPU."""
 
     kv_cache_configurator: KVCacheConfigurator
     decode_cuda_graph_runner: Any
+    prefill_cuda_graph_runner: Any
     #: None: this server runs gpu-only, and ``neo_gpu_only_reason`` says why.
     neo_host: assemble.HostSide | None = None
     neo_gpu_only_reason: str | None = None
     #: Set by the worker for the next forward, and what became of it.
     neo_rows: HostBatchRows | None = None
+    #: The same: requests of a prefill batch that goes to host memory.
+    neo_prompts: Sequence[Any] | None = None
     neo_launched: LaunchedHostRows | None = None
 
     def init_kv_cache_configurator(self) -> None:
@@ -96,19 +126,34 @@ class NeoModelRunner(ModelRunner):
             return
         manager = self.token_to_kv_pool_allocator.token_manager
         host = self.neo_host
-        manager.attach_host(host.pages, host.pool.geometry.page_tokens, host.transfer, host.attention)
+        manager.attach_host(
+            host.pages, host.pool.geometry.page_tokens, host.transfer, host.attention, host.prefill.tokens
+        )
         self.req_to_token_pool.token_manager = manager
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
         if self.neo_host is not None:
-            make_hybrid(self.attn_backend, self.neo_host.attention, self.neo_host.first_layer)
+            host = self.neo_host
+            make_hybrid(self.attn_backend, host.attention, host.prefill, host.first_layer)
 
     def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         rows, self.neo_rows = self.neo_rows, None
+        prompts, self.neo_prompts = self.neo_prompts, None
+        if prompts is not None:
+            assert self.neo_host is not None
+            lines = self.req_to_token_pool.req_to_token
+            with (
+                self.neo_host.prefill.running(
+                    [req.neo_host_row for req in prompts], [req.req_pool_idx for req in prompts], lines
+                ),
+                self._no_static_buffers(),
+            ):
+                return super().forward(forward_batch, *args, **kwargs)
         if rows is None:
             return super().forward(forward_batch, *args, **kwargs)
         assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
+        self.neo_host.transfer.settle()
         attention = self.neo_host.attention
         refused = None
         try:
@@ -125,6 +170,17 @@ class NeoModelRunner(ModelRunner):
         if layers.received != (0 if output.can_run_graph else attention.geometry.layers):
             raise RuntimeError(f"a step handed over host rows of {layers.received} layers")
         return output
+
+    @contextlib.contextmanager
+    def _no_static_buffers(self) -> Iterator[None]:
+        """SGLang's captured prefills name the device pool's buffers, and those that its eager runner copies inputs to
+        may be as small as that pool."""
+        runner, self.prefill_cuda_graph_runner = self.prefill_cuda_graph_runner, None
+        try:
+            with envs.SGLANG_EAGER_INPUT_NO_COPY.override(True):
+                yield
+        finally:
+            self.prefill_cuda_graph_runner = runner
 
     @contextlib.contextmanager
     def _graphs_with_handoffs(self) -> Iterator[None]:
@@ -171,20 +227,16 @@ class NeoTpModelWorker(TpModelWorker):
     def forward_batch_generation(self, batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
         rows = host_batch_rows(batch) if batch is not None and batch.forward_mode.is_decode() else None
         self.model_runner.neo_rows, self.model_runner.neo_launched = rows, None
+        self.model_runner.neo_prompts = host_prompts(batch) if batch is not None else None
         result = super().forward_batch_generation(batch, *args, **kwargs)
         result.neo_launched = self.model_runner.neo_launched
         return result
 
     def get_worker_info(self) -> tuple[Any, ...]:
-        """SGLang's, where the longest request may outgrow the device pool: what does not fit there goes to the host.
-
-        A prompt must fit the device pool all the same, which its prefill runs through.
-        """
+        """SGLang's, where the longest request is the longest that fits either pool."""
         info = list(super().get_worker_info())
         manager = self.model_runner.token_to_kv_pool_allocator.token_manager
         if manager.has_host:
-            device_longest = info[4]
-            longest = max(device_longest, manager.host_usage().total_tokens - 1)
-            info[4] = min(self.model_config.context_len - 1, longest)
-            info[5] = min(info[4], device_longest) - 5  # SGLang's margin
+            info[4] = min(self.model_config.context_len - 1, max(info[4], manager.longest_host_request))
+            info[5] = info[4] - 5  # SGLang's margin
         return tuple(info)

@@ -6,8 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sglang_neo.planning.placement import Row, Rules, pause_after, prefill_room, to_device, to_host
+from sglang_neo.planning.metering import Meter
+from sglang_neo.planning.placement import Row, Rules, pause_after, to_device, to_host
 from sglang_neo.token_manager import NeoTokenManager, host_row
+
+
+def _device_rows(batch: Any) -> int:
+    return sum(host_row(req) is None and not req.finished() for req in batch.reqs)
 
 
 class Placement:
@@ -26,9 +31,18 @@ class Placement:
         self._paused_until = 0
         host = scheduler.tp_worker.model_runner.neo_host
         self.attention = host.attention if host is not None else None
+        self.staging_bytes = host.prefill.bytes if host is not None else 0
+        self.meter = Meter(scheduler.server_args.neo_host_prefill_rate)
+        #: The first waiting request when the host had no room for it, and the tokens that it had.
+        self._refused: tuple[str, int] | None = None
 
-    def begin_step(self) -> None:
+    def begin_step(self, last_batch: Any) -> None:
+        """``last_batch``: SGLang's, the step launched before."""
         self._step += 1
+        if last_batch is not None and last_batch.forward_mode.is_extend():
+            for req in last_batch.reqs:
+                if host_row(req) is not None:
+                    self._manager.prefill_launched(req)
         if self._scheduler.server_args.neo_check_integrity:
             self._manager.audit()
 
@@ -42,6 +56,42 @@ class Placement:
     def _open(self) -> bool:
         return self._manager.has_host and self._step >= self._paused_until
 
+    # -- prompts ----------------------------------------------------------------------------------------------
+
+    def host_takes_prompts(self, batch: Any) -> bool:
+        """Whether waiting prompts may be computed straight into host memory: the device has no room for the first of
+        them, the host may have, and it is their time."""
+        scheduler = self._scheduler
+        if not self.host_prefill_is_due(batch):
+            return False
+        if not (self._open and batch.batch_is_full and scheduler.waiting_queue):
+            return False
+        if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
+            return False
+        if self._refused is None:
+            return True
+        first, available = self._refused
+        return scheduler.waiting_queue[0].rid != first or self._manager.host_available() > available
+
+    def host_prefill_is_due(self, batch: Any) -> bool:
+        """Whether a prefill to the host would not hold up the device rows of ``batch`` more than it may."""
+        return self.meter.open(_device_rows(batch))
+
+    def host_step_tokens(self, batch: Any) -> int | None:
+        """Tokens of such a step at most; None: as many as SGLang gives one."""
+        aligned = self._scheduler.truncation_align_size is not None  # chunks of a size of its own
+        return self.meter.step_tokens if _device_rows(batch) and not aligned else None
+
+    def after_host_admission(self, batch: Any) -> None:
+        """``batch``: of prompts that go to the host, prepared; None if the host had no room for the first."""
+        self._refused = None
+        if batch is not None:
+            for req in batch.reqs:
+                self._manager.disown_device(req)
+            self.meter.computed(batch.extend_num_tokens)
+        elif self._scheduler.waiting_queue:
+            self._refused = (self._scheduler.waiting_queue[0].rid, self._manager.host_available())
+
     # -- to the host ------------------------------------------------------------------------------------------
 
     def before_chunk(self, batch: Any) -> None:
@@ -53,26 +103,15 @@ class Placement:
         chunk = min(left, self._scheduler.chunked_prefill_size or left)
         self._make_room(batch, self._device_footprint(chunk) + self._page, partly=True)
 
-    def make_room_for_prefill(self, batch: Any) -> bool:
-        """After SGLang found no room for the first waiting prompt: whether there may be room now."""
-        scheduler = self._scheduler
-        if not self._open or not scheduler.waiting_queue or scheduler.chunked_req is not None:
-            return False
-        if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
-            return False
-        longest = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-        longest += scheduler.waiting_queue[0].host_hit_length  # it comes back from the host with the first chunk
-        waiting = [self._device_footprint(req.seqlen) + self._page for req in scheduler.waiting_queue[:64]]
-        room = prefill_room(waiting, self._manager.device_usage().total_tokens, longest + self._page, self.rules)
-        return self._make_room(batch, room, partly=False)
-
     def before_decode(self, batch: Any) -> None:
         """Room for the next token of every row; if there is plenty, rows come back from the host."""
         if not self._manager.has_host:
             return
+        if _device_rows(batch):
+            self.meter.decoded()
         needed = batch.new_tokens_required_next_decode()
         if self._device_free() < needed:
-            rows = sum(host_row(req) is None for req in batch.reqs)
+            rows = _device_rows(batch)
             # In a pause SGLang retracts; the last row it would abort.
             if self._open or rows == 1:
                 self._make_room(batch, needed + self._device_footprint(self.rules.growth_steps) * rows, partly=True)
@@ -105,10 +144,10 @@ class Placement:
     # -- back to the device -----------------------------------------------------------------------------------
 
     def _return(self, batch: Any) -> None:
-        rows = self._rows(batch, lambda req: host_row(req) is not None)
+        rows = self._rows(batch, self._may_return)
         if not rows:
             return
-        device_rows = len(batch.reqs) - len(rows)
+        device_rows = _device_rows(batch)
         for index in to_device(rows, device_rows, self._device_free(), self._page, self.rules):
             self.move_to_device(batch.reqs[index])
 
@@ -127,7 +166,8 @@ class Placement:
         if not (scheduler.enable_overlap and str(scheduler.device).startswith("cuda")):
             yield
             return
-        with scheduler.forward_stream_ctx:
+        # A context of its own: SGLang's, entered twice, would not find back to the first stream.
+        with scheduler.device_module.stream(scheduler.forward_stream):
             scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
             yield
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
@@ -153,6 +193,11 @@ class Placement:
                 tokens = req.seqlen - 1
                 found.append(Row(index, self._device_footprint(tokens), self._manager.host_footprint(tokens + 1)))
         return found
+
+    def _may_return(self, req: Any) -> bool:
+        """Not a request whose prefill may be in flight: SGLang's processing of it depends on where the request is."""
+        row = host_row(req)
+        return row is not None and row.part is None
 
     def _movable(self, req: Any) -> bool:
         """Not a request whose device KV others hold on to: sessions keep it between turns."""

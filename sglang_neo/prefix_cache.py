@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.common import evict_from_tree_cache
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_neo.host_kv.prefix_cache import HostRadixCache
 from sglang_neo.token_manager import NeoTokenManager
@@ -22,11 +30,14 @@ class NeoRadixCache(RadixCache):
     """What is on the host counts as a hit too, and comes back to the device when the request is admitted.
 
     SGLang has the two moments for its own hierarchical cache: ``match_prefix`` reports a ``host_hit_length``, and
-    admission calls ``init_load_back`` (managers/schedule_policy.py).
+    admission calls ``init_load_back`` (managers/schedule_policy.py). A request that is to be prefilled to the host
+    (``batching.py``) uses it where it lies.
     """
 
     token_manager: NeoTokenManager
     stream_of_forwards: StreamOfForwards
+    #: Prefixes that end in the leaves evicted so far, while ``evict`` runs.
+    _leaving: list[tuple[RadixKey, torch.Tensor, int]]
 
     def reset(self) -> None:
         super().reset()
@@ -37,8 +48,33 @@ class NeoRadixCache(RadixCache):
         if params.req is None:  # SGLang looks after its own insertion
             return result
         device = len(result.device_indices)
+        if self.token_manager.admitting_to_host:
+            prefix = params.req.neo_host_prefix = self.token_manager.host_prefix(params.key, device)
+            # Admission asks for the number of tokens, and locks the node, in the tree of the pool it looks at.
+            tokens = result.device_indices if prefix.on_device else torch.zeros(prefix.tokens, dtype=torch.int64)
+            node = prefix.node
+            return result._replace(
+                device_indices=tokens, last_device_node=node, last_host_node=node, best_match_node=node
+            )
         host = self.token_manager.host_hit(params.key) // self.page_size * self.page_size
         return result._replace(host_hit_length=max(0, host - device))
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """As SGLang's, and what is evicted goes on in host memory where there is room.
+
+        Its slots are free afterwards; the copy reads them in stream order, before anything can be written there.
+        """
+        self._leaving = []
+        result = super().evict(params)
+        if self._leaving:
+            with self.stream_of_forwards():
+                for key, slots, priority in self._leaving:
+                    self.token_manager.keep(key, slots, priority)
+        return result
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        self._leaving.append(_prefix_of(node))
+        super()._delete_leaf(node)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
         """Copies the host's part of a request's prefix into the device pool and into this tree.
@@ -62,6 +98,19 @@ class NeoRadixCache(RadixCache):
         added = self.insert(InsertParams(key=key, value=whole, priority=req.priority or 0))
         assert added.prefix_len == begin, "the device had more of a prefix than was matched"
         return slots, added.last_device_node
+
+
+def _prefix_of(node: TreeNode) -> tuple[RadixKey, torch.Tensor, int]:
+    """The tokens from the root to the end of ``node``, their slots, and the node's priority."""
+    extra_key, priority = node.key.extra_key, node.priority
+    parts = []
+    while node.parent is not None:
+        parts.append(node)
+        node = node.parent
+    ids = array("q")
+    for part in reversed(parts):
+        ids.extend(part.key.raw_token_ids())
+    return RadixKey(ids, extra_key), torch.cat([part.value for part in reversed(parts)]), priority
 
 
 def add_host_cache(tree: Any, manager: NeoTokenManager, stream_of_forwards: StreamOfForwards) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
@@ -18,7 +20,7 @@ from sglang_neo.placement import Placement
 from sglang_neo.prefix_cache import add_host_cache
 from sglang_neo.recovery import Recovery
 from sglang_neo.timeline import extend_profiler
-from sglang_neo.token_manager import NeoTokenManager
+from sglang_neo.token_manager import NeoTokenManager, host_row
 
 
 def report_host_rows(batch: Any, result: Any) -> None:
@@ -44,6 +46,7 @@ class NeoScheduler(Scheduler):
     """Overrides only what seams.py names; policy stands in modules of its own."""
 
     max_total_num_tokens: int
+    chunked_req: Any
 
     def __init__(self, *args: Any, **kwargs: Any):
         batching.install()
@@ -79,7 +82,7 @@ class NeoScheduler(Scheduler):
     # -- which request lives where ----------------------------------------------------------------------------
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
-        self.placement.begin_step()
+        self.placement.begin_step(last_batch)
         if self.recovery is not None and self.recovery.pending:
             if self.recovery.in_flight(last_batch):
                 return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
@@ -88,16 +91,39 @@ class NeoScheduler(Scheduler):
 
     def _get_new_batch_prefill_raw(self, *, prefill_delayer_single_pass: Any, running_batch: Any) -> Any:
         NeoScheduleBatch.adopt(running_batch)
-        self.placement.before_chunk(running_batch)
-        batch, running_batch = super()._get_new_batch_prefill_raw(
-            prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
-        )
-        if batch is None and self.placement.make_room_for_prefill(running_batch):
-            running_batch.batch_is_full = False
+        with self._without_host_chunk() as host_chunk:
+            self.placement.before_chunk(running_batch)
             batch, running_batch = super()._get_new_batch_prefill_raw(
                 prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
             )
+        due = self.placement.host_prefill_is_due if host_chunk else self.placement.host_takes_prompts
+        if batch is not None or (self.chunked_req is not None and not host_chunk) or not due(running_batch):
+            return batch, running_batch
+        device_is_full = running_batch.batch_is_full
+        running_batch.batch_is_full = not device_is_full  # if it is not, the host gets the next chunk only
+        with self.token_manager.admission_to_host(self.placement.host_step_tokens(running_batch)):
+            batch, running_batch = super()._get_new_batch_prefill_raw(
+                prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
+            )
+        running_batch.batch_is_full = device_is_full
+        self.placement.after_host_admission(batch)
         return batch, running_batch
+
+    @contextlib.contextmanager
+    def _without_host_chunk(self) -> Iterator[bool]:
+        """While the device is asked: a prompt that goes to the host in chunks may have to wait for its next one, and
+        those for the device do not wait with it. Says whether there is such a prompt."""
+        chunked, manager = self.chunked_req, self.token_manager
+        manager.host_chunks = chunked is not None and host_row(chunked) is not None
+        if not manager.host_chunks:
+            yield False
+            return
+        self.chunked_req = None
+        try:
+            yield True
+        finally:
+            assert self.chunked_req is None, "a second prompt goes on in chunks"
+            self.chunked_req = chunked
 
     def update_running_batch(self, batch: Any) -> Any:
         NeoScheduleBatch.adopt(batch)
@@ -151,6 +177,11 @@ class NeoScheduler(Scheduler):
                 **dataclasses.asdict(manager.host_cache_counters),
                 "cached_tokens": manager.host_cached(),
                 "evictable_tokens": manager.host_evictable(),
+            },
+            "host_prefill": {
+                "staging_tokens": manager.staging_tokens,
+                "staging_bytes": self.placement.staging_bytes,
+                "computed_tokens": manager.prefilled_tokens,
             },
             "host_running_reqs": len(manager.host_rows()),
             "migrations": dataclasses.asdict(manager.migrations),

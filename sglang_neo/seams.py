@@ -101,7 +101,7 @@ SEAMS = (
         "sglang.srt.mem_cache.kv_cache_configurator",
         "KVCacheConfigurator._profile_available_bytes",
         ("self", "pre_model_load_memory"),
-        "the memory for KV pools, out of which the graphs with hand-offs are kept",
+        "the memory for KV pools, out of which the graphs with hand-offs and the staging of prompts are kept",
     ),
     Seam(
         "sglang.srt.mem_cache.allocator",
@@ -125,7 +125,7 @@ SEAMS = (
         "sglang.srt.managers.scheduler",
         "Scheduler._get_new_batch_prefill_raw",
         ("self", "prefill_delayer_single_pass", "running_batch"),
-        "admission: where it finds no room, rows move to the host and it is asked again",
+        "admission: where the device has no room, it is asked again for the host",
     ),
     Seam(
         "sglang.srt.managers.scheduler",
@@ -137,7 +137,7 @@ SEAMS = (
         "sglang.srt.managers.scheduler",
         "Scheduler.get_num_allocatable_reqs",
         ("self", "running_bs"),
-        "no room is made for a request that may not run",
+        "the host is not asked for a request that may not run",
     ),
     Seam(
         "sglang.srt.managers.scheduler",
@@ -193,16 +193,20 @@ SEAMS = (
         "sglang.srt.managers.schedule_policy",
         "PrefillAdder.add_one_req",
         ("self", "req", "has_chunked_req", "truncation_align_size"),
-        "counts future tokens against both pools and the prompt against the device",
+        "a prompt that goes to the host needs pages and staging",
     ),
-    Seam("sglang.srt.managers.schedule_policy", "PrefillAdder.add_chunked_req", ("self", "req"), "the same, per chunk"),
+    Seam(
+        "sglang.srt.managers.schedule_policy",
+        "PrefillAdder.add_chunked_req",
+        ("self", "req"),
+        "the next chunk fits what is there",
+    ),
     Seam(
         "sglang.srt.managers.schedule_policy",
         "PrefillAdder.add_one_req_ignore_eos",
         ("self", "req"),
-        "the same, without a radix cache",
+        "without a radix cache it simulates the end of running requests: those of one pool",
     ),
-    Seam("sglang.srt.managers.schedule_policy", "PrefillAdder.rem_total_tokens", (), "what is left for future tokens"),
     Seam("sglang.srt.managers.schedule_policy", "PrefillAdder.cur_rem_tokens", (), "what is left now"),
     Seam("sglang.srt.managers.schedule_policy", "PrefillAdder._lock_node", ("self", "last_node"), "a prefix in use"),
     Seam(
@@ -210,6 +214,43 @@ SEAMS = (
         "alloc_for_decode",
         ("batch", "token_per_req"),
         "gives every row of a decode batch a device slot: we put ours there, host rows get slot 0",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "alloc_for_extend",
+        ("batch",),
+        "gives a prefill batch device slots: prompts that go to the host get host pages and staging slots",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.allocation",
+        "alloc_req_slots",
+        ("req_to_token_pool", "reqs", "tree_cache"),
+        "the same needs request slots all the same",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "ReqKvInfo",
+        ("kv_allocated_len", "swa_evicted_seqlen"),
+        "a request that runs has one, a host row too",
+    ),
+    Seam("sglang.srt.managers.schedule_policy", "CLIP_MAX_NEW_TOKENS", (), "what admission expects of a long answer"),
+    Seam(
+        "sglang.srt.mem_cache.chunk_cache",
+        "ChunkCache",
+        ("params",),
+        "a tree without anything in it, for admission to a host pool without a radix cache",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_policy",
+        "PrefillAdder.__init__",
+        ("self", "page_size", "tree_cache", "token_to_kv_pool_allocator", "running_batch"),
+        "counts available_size and evictable_size of these two: the host's, when prompts go there",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_policy",
+        "PrefillAdder._get_running_request_total_token_offset",
+        ("self", "req"),
+        "the future of a running request, counted in the pool where it lives",
     ),
     Seam(
         "sglang.srt.managers.schedule_batch",
@@ -272,6 +313,12 @@ SEAMS = (
         ("self", "params"),
         "gives what it evicts to free_segment of its allocator: the host's gets pages",
     ),
+    Seam(
+        "sglang.srt.mem_cache.radix_cache",
+        "RadixCache._delete_leaf",
+        ("self", "node"),
+        "evict calls it for each leaf, whose tokens go on in host memory",
+    ),
     Seam("sglang.srt.mem_cache.radix_cache", "RadixCache.all_values_flatten", ("self",), "the pages that a tree owns"),
     Seam("sglang.srt.managers.schedule_batch", "Req.needs_host_load_back", ("self",), "asks host_hit_length"),
     Seam(
@@ -303,6 +350,24 @@ SEAMS = (
         "ModelRunner.forward",
         ("self", "forward_batch"),
         "a step with host rows runs eagerly, inside its hand-offs",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.memory_pool",
+        "MHATokenToKVPool._store_kv_layer",
+        ("self", "layer_idx", "loc", "cache_k", "cache_v"),
+        "finds a layer's buffers in k_buffer and v_buffer, within size: in a prefill to the host the staging region's",
+    ),
+    Seam(
+        "sglang.srt.environ",
+        "envs.SGLANG_EAGER_INPUT_NO_COPY",
+        (),
+        "a prompt that is larger than the device pool may be larger than the eager runner's buffers",
+    ),
+    Seam(
+        "sglang.srt.layers.attention.base_attn_backend",
+        "AttentionBackend.forward_extend",
+        ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+        "one layer's attention of a prefill batch",
     ),
     Seam(
         "sglang.srt.layers.attention.base_attn_backend",

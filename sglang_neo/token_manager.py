@@ -11,10 +11,11 @@ which SGLang relays the next token's id. Its KV stands in a ``HostRow``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from sglang.srt.mem_cache.allocator import (
@@ -41,6 +42,21 @@ class PoolUsage:
     page_size: int
 
 
+@dataclass(frozen=True)
+class PromptPart:
+    """What one prefill step does for a prompt whose KV goes to the host: tokens ``prefix`` to ``end`` are computed.
+
+    Attributes:
+        first_slot: where the prompt's token 0 lies in the staging region (``hybrid/prefill.py``).
+        device_prefix: int64 [prefix], slots of the device pool that hold the tokens before; None: host pages do.
+    """
+
+    first_slot: int
+    prefix: int
+    end: int
+    device_prefix: torch.Tensor | None
+
+
 @dataclass
 class HostRow:
     """A request's KV in the host pool."""
@@ -52,6 +68,8 @@ class HostRow:
     node: Any = None
     #: The copy that brings the KV here, until it is known to be over (``sglang_neo.host_kv.transfer.Transfer``).
     arrival: Any = None
+    #: What the last prefill step does of its prompt; None from the first decode step on.
+    part: PromptPart | None = None
     #: What the request said about its insertion into the device's radix cache before it came here.
     skip_insert: bool = field(default=False, repr=False)
 
@@ -68,6 +86,15 @@ class Migrations:
     to_device: int = 0
     to_host_tokens: int = 0
     to_device_tokens: int = 0
+
+
+class HostPrefix(NamedTuple):
+    """What a prompt that is to be prefilled to the host need not compute."""
+
+    node: Any  # of the host's tree, the last of its part
+    pages: list[int]
+    tokens: int
+    on_device: bool  # the device's tree has more of it: ``tokens`` are read there
 
 
 class Steps(Protocol):
@@ -102,8 +129,17 @@ class NeoTokenManager:
         self._cache: HostRadixCache | None = None
         self._rows: dict[str, HostRow] = {}
         self.migrations = Migrations()
+        #: Tokens of prompts computed straight into host memory, since the start.
+        self.prefilled_tokens = 0
+        #: Longest prompt whose KV can go to the host as it is computed.
+        self.staging_tokens = 0
+        #: Which pool admission counts and prompts are prefilled to, while it looks at the waiting queue.
+        self.admitting_to_host = False
+        self.host_step_tokens: int | None = None
+        #: A prompt is under way to the host in chunks; SGLang knows of one such prompt at a time.
+        self.host_chunks = False
 
-    def attach_host(self, pages: HostPages, page_tokens: int, transfer: Any, steps: Steps) -> None:
+    def attach_host(self, pages: HostPages, page_tokens: int, transfer: Any, steps: Steps, staging_tokens: int) -> None:
         """Adds a host pool.
 
         Args:
@@ -111,9 +147,11 @@ class NeoTokenManager:
             page_tokens: tokens of a page.
             transfer: copies KV between the pools (``sglang_neo.host_kv.transfer.KVTransfer``).
             steps: which steps may still use host pages.
+            staging_tokens: of the region through which prompts are prefilled (``hybrid/prefill.py``).
         """
         assert self._pages is None, "there is a host pool already"
         self._pages, self._page_tokens, self._transfer, self._steps = pages, page_tokens, transfer, steps
+        self.staging_tokens = staging_tokens
 
     def attach_host_cache(self, make: Callable[[HostPages, int], HostRadixCache]) -> None:
         """Prefixes in the host pool are kept and shared from now on, in what ``make(pages, page_tokens)`` returns."""
@@ -125,6 +163,14 @@ class NeoTokenManager:
     @property
     def has_host(self) -> bool:
         return self._pages is not None
+
+    @property
+    def host_page_tokens(self) -> int:
+        return self._page_tokens
+
+    @property
+    def host_cache(self) -> HostRadixCache | None:
+        return self._cache
 
     @property
     def device_page_tokens(self) -> int:
@@ -238,6 +284,67 @@ class NeoTokenManager:
         req.cache_protected_len = 0
         req.kv_committed_len = req.kv.kv_allocated_len = 0
 
+    # -- prompts that go to the host --------------------------------------------------------------------------
+
+    @property
+    def longest_host_request(self) -> int:
+        """Tokens, prompt and answer, that a request can have there: admission wants a page of each pool beside them."""
+        beside = self._page_tokens + self.device_page_tokens + 1
+        return max(0, min(self.host_usage().total_tokens - beside, self.staging_tokens))
+
+    @contextlib.contextmanager
+    def admission_to_host(self, step_tokens: int | None) -> Iterator[None]:
+        """While SGLang's admission is asked whom the host has room for, in a step of so many tokens; None: as ever."""
+        self.admitting_to_host, self.host_step_tokens = True, step_tokens
+        try:
+            yield
+        finally:
+            self.admitting_to_host = False
+
+    def begin_prefill(self, req: Any, first_slot: int) -> None:
+        """Host pages for the part of a prompt that the next step computes; the request is a host row from now on.
+
+        Admission has locked the prefix that it found on the host (``host_prefix``), and the lock passes to the row.
+        Nothing else may be allocated on the device until the step is launched: a prefix in the device's tree is read
+        by it, and nobody locks that.
+
+        Raises:
+            RuntimeError: the host pool is full, which admission should have seen.
+        """
+        assert self._pages is not None
+        row, prefix, device_prefix = host_row(req), len(req.prefix_indices), None
+        if row is None:
+            row = HostRow([], 0, skip_insert=getattr(req, "skip_radix_cache_insert", False))
+            if self._cache is not None:
+                found: HostPrefix = req.neo_host_prefix
+                row.node, row.pages, row.cached_pages = found.node, list(found.pages), len(found.pages)
+                self._cache.counters.hit_tokens += len(found.pages) * self._page_tokens
+                if found.on_device:
+                    device_prefix = req.prefix_indices
+            req.neo_host_row = self._rows[req.rid] = row
+            req.skip_radix_cache_insert = True
+            req.last_node, req.neo_host_prefix = None, None
+        end = req.extend_range.end
+        pages = self._alloc_pages(-(-end // self._page_tokens) - len(row.pages), req.rid)
+        if pages is None:
+            raise RuntimeError(f"the host pool is full: {self.host_usage()}, {self.host_evictable()} evictable")
+        row.pages += pages
+        row.tokens = end
+        row.part = PromptPart(first_slot, prefix, end, device_prefix)
+        self.prefilled_tokens += end - prefix
+
+    def disown_device(self, req: Any) -> None:
+        """After SGLang has prepared the step: its account of the request's device KV is that of a host row."""
+        req.kv_committed_len = req.kv.kv_allocated_len = req.cache_protected_len = 0
+
+    def prefill_launched(self, req: Any) -> None:
+        """The whole pages of the part enter the radix cache. SGLang's next look at the request is at its next part, if
+        there is one."""
+        row = host_row(req)
+        assert row is not None
+        req.prefix_indices = torch.zeros(row.tokens, dtype=torch.int64)
+        self._enter(req, row)
+
     # -- while it runs ----------------------------------------------------------------------------------------
 
     def can_grow(self, reqs: Iterable[Any]) -> bool:
@@ -254,7 +361,7 @@ class NeoTokenManager:
             pages = self._alloc_pages(1, req.rid)
             assert pages is not None, "the host pool is full: can_grow was not asked"
             row.pages.extend(pages)
-        row.tokens += 1
+        row.tokens, row.part = row.tokens + 1, None
         # SGLang counts a decoded token as device KV.
         req.kv_committed_len = req.kv.kv_allocated_len = 0
 
@@ -290,6 +397,15 @@ class NeoTokenManager:
 
     # -- prefixes on the host ---------------------------------------------------------------------------------
 
+    def host_prefix(self, key: RadixKey, device_tokens: int) -> HostPrefix:
+        """What the host has of the beginning of ``key``, of which the device's tree has ``device_tokens``."""
+        assert self._cache is not None
+        node, pages = self._cache.find(key)
+        page = self.device_page_tokens
+        tokens = len(pages) * self._page_tokens // page * page
+        pages = pages[: tokens // self._page_tokens]
+        return HostPrefix(node, pages, max(tokens, device_tokens), on_device=device_tokens > tokens)
+
     def host_hit(self, key: RadixKey) -> int:
         """Tokens at the beginning of ``key`` that could be loaded back to the device; none from an int8 pool."""
         if self._cache is None or not self._transfer.exact:
@@ -315,6 +431,29 @@ class NeoTokenManager:
         self._transfer.to_device(pages[first:last], torch.cat([before, slots])).synchronize()
         self._cache.counters.hit_tokens += len(slots)
         self._cache.counters.loaded_tokens += len(slots)
+
+    def keep(self, key: RadixKey, slots: torch.Tensor, priority: int) -> None:
+        """Puts a prefix that leaves the device's tree into the host's, in stream order, as far as free pages go.
+
+        Nothing that is in the host's tree gives way to it. It does not become int8: later hits would not be exact, as
+        those on the device were.
+
+        Args:
+            key: of the whole prefix.
+            slots: int64 [tokens], where it lies on the device; to be read before later work overwrites them.
+        """
+        if self._cache is None or self._pages is None or not self._transfer.exact:
+            return
+        page = self._page_tokens
+        key = key.page_aligned(page)
+        there = self._cache.find(key).pages
+        end = len(there) + min(len(key) // page - len(there), self._pages.free_count)
+        new = self._pages.alloc(end - len(there))
+        if not new:
+            return
+        self._transfer.to_host(slots[len(there) * page : end * page], new)
+        self._cache.add(key[: end * page], [*there, *new], priority)
+        self._cache.counters.kept_tokens += len(new) * page
 
     def clear_host_cache(self) -> None:
         """Forgets every prefix on the host. No request may be running there."""

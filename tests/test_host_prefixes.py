@@ -91,6 +91,7 @@ def test_host_rows_share_their_prefix(tiny: Tiny, alone: Alone) -> None:
     prefix = random_prompt(rng, 300)
     requests = [Request(f"r{i}", prefix + random_prompt(rng, 10), 40, arrive=i) for i in range(4)]
     shared: set[int] = set()
+    read: list[tuple[int, int]] = []  # bytes of a layer, of all rows together and of each by itself
     moves = ToHost(0, rate=0.5)
 
     def watch(scheduler: Any, step: int) -> None:
@@ -98,10 +99,14 @@ def test_host_rows_share_their_prefix(tiny: Tiny, alone: Alone) -> None:
         rows = [row.pages for row in scheduler.token_manager.host_rows().values()]
         if len(rows) == 4:
             shared.update(set.intersection(*map(set, rows)))
+            host, plan = list(scheduler.token_manager.host_rows().values()), scheduler.placement.attention.plan
+            read.append((plan(host).bytes, sum(plan([row]).bytes for row in host)))
 
     with InProcessScheduler("neo", tiny("llama")) as scheduler:
         got = scheduler.run(requests, watch)
     assert len(shared) == 300 // 64
+    once = 300 // 64 * 64 * TOKEN_BYTES // 3
+    assert read and all(together == apart - 3 * once for together, apart in read), (read[0], once)
     assert_exact(alone("llama", requests), tokens(got))
 
 
@@ -116,7 +121,56 @@ def test_both_pools_full(tiny: Tiny, alone: Alone, page_size: int) -> None:
             got = scheduler.run(requests, RandomMoves(seed=page_size, rate=0.1))
             assert_exact(references, tokens(got))
         counters = scheduler.scheduler.token_manager.host_cache_counters
-    assert counters.evicted_tokens > 0 and counters.loaded_tokens > 0, counters
+        computed = scheduler.scheduler.token_manager.prefilled_tokens
+    assert counters.evicted_tokens > 0 and counters.hit_tokens > 0 and computed > 0, (counters, computed)
+
+
+def test_fifty_requests_hit_as_in_an_unlimited_pool(tiny: Tiny, alone: Alone) -> None:
+    """Five prefixes of 1,500 tokens, a device pool of 2,000: what plain SGLang finds in a pool for all of them is found
+    on one of both sides here."""
+    rng = random.Random(9)
+    model = {"max_position_embeddings": 4096}
+    prefixes = [random_prompt(rng, 1500) for _ in range(5)]
+    order = [*range(5), *(rng.randrange(5) for _ in range(45))]
+    requests = [Request(f"r{i:02}", prefixes[p] + random_prompt(rng, 20), 6, arrive=4 * i) for i, p in enumerate(order)]
+    results = {}
+    for kind, pool in (("plain", 16384), ("neo", 2048 - 64)):
+        with InProcessScheduler(
+            kind,  # type: ignore[arg-type]
+            tiny("llama", **model),
+            page_size=64,
+            max_total_tokens=pool,
+            max_running_requests=16,
+        ) as scheduler:
+            results[kind] = scheduler.run(requests)
+            if kind == "neo":
+                counters = scheduler.scheduler.token_manager.host_cache_counters
+    cached = {kind: [result.cached_tokens for result in got.values()] for kind, got in results.items()}
+    assert cached["neo"] == cached["plain"], "as many prompt tokens are computed, request by request"
+    assert sum(cached["plain"]) == 45 * (1500 // 64 * 64)
+    assert counters.kept_tokens > 0 and counters.loaded_tokens + counters.hit_tokens > 0, counters
+    assert_exact({name: result.reference() for name, result in results["plain"].items()}, tokens(results["neo"]))
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_what_the_device_evicts_goes_on_in_host_memory(tiny: Tiny, alone: Alone, page_size: int) -> None:
+    """Nobody ever ran on the host, and the second turn finds the first there."""
+    [first, second] = chats(seed=7, count=4, turns=2)
+    expected = [alone("llama", requests) for requests in (first, second)]
+    with InProcessScheduler("neo", tiny("llama"), page_size=page_size) as scheduler:
+        assert_exact(expected[0], tokens(scheduler.run(first)))
+        empty_device_tree(scheduler.scheduler)
+        manager = scheduler.scheduler.token_manager
+        counters = manager.host_cache_counters
+        assert manager.migrations.to_host == 0 and manager.prefilled_tokens == 0
+        assert manager.host_cached() == counters.kept_tokens > 400
+        got = scheduler.run(second)
+        assert_exact(expected[1], tokens(got))
+        assert counters.loaded_tokens > 300
+        free = manager.host_usage().free_tokens
+        empty_device_tree(scheduler.scheduler)
+        assert manager.host_usage().free_tokens < free, "the second turn is kept as well"
+        manager.audit()
 
 
 @pytest.mark.parametrize("policy", ["lfu", "slru", "priority"])

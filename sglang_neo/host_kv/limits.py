@@ -162,3 +162,29 @@ def host_pool_bytes(
     if wanted < page_bytes:
         return HostPoolSize(page_bytes, f"one page: {why} would be {wanted} bytes, less than a page's {page_bytes}")
     return HostPoolSize(wanted, why)
+
+
+def staging_tokens(*, asked: int | None, context: int, host_tokens: int) -> int:
+    """Tokens that the device's staging region for prompts holds (``hybrid/prefill.py``).
+
+    Args:
+        asked: ``--neo-host-prompt-tokens``.
+        context: longest request of the model.
+        host_tokens: of the host pool, or a number that it does not exceed.
+    """
+    return min(context if asked is None else asked, context, host_tokens)
+
+
+def most_host_tokens(
+    *, size_gb: float | None, ratio: float | None, gpu_pool_bytes: int, ranks: int, token_bytes: int
+) -> int:
+    """A bound on the host pool's tokens, the same in all ranks, from before either pool exists.
+
+    Args:
+        gpu_pool_bytes: at most.
+        token_bytes: of a token in all layers of a rank, as the host keeps it.
+        size_gb, ratio, ranks: see ``host_pool_bytes``.
+    """
+    if size_gb is not None:
+        return int(size_gb * GB) // ranks // token_bytes
+    return int((MAX_GPU_POOLS if ratio is None else ratio) * gpu_pool_bytes) // token_bytes

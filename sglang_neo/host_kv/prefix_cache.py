@@ -29,6 +29,7 @@ class HostCacheCounters:
     hit_tokens: int = 0  # found here and used, by a row that moves here or by loading back
     loaded_tokens: int = 0  # of them, copied to the device
     evicted_tokens: int = 0
+    kept_tokens: int = 0  # copied here when the device's tree evicted them
 
 
 class Prefix(NamedTuple):

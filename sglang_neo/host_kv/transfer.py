@@ -13,6 +13,7 @@ of a large model some ten layers go together, in one two-dimensional copy per ru
 from __future__ import annotations
 
 import bisect
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -145,6 +146,13 @@ class _Stage:
     free: Mark | None = None  # what was in it has been used
 
 
+class _Pending(NamedTuple):
+    pages: frozenset[int]
+    layers: range
+    to_host: bool
+    transfer: Transfer
+
+
 class KVTransfer:
     """Copies tokens between one device pool and one host pool. For one thread.
 
@@ -186,11 +194,7 @@ class KVTransfer:
         self.device: Device = device if device is not None else device_for(k[0].device)
         self.dtype: torch.dtype = k[0].dtype
         self._converts = layout.element_dtype(geometry.dtype) != self.dtype
-        self._v = list(v)
-        self._k = list(k)
-        # Rows are whole multiples of 32 bytes: where only bytes move, eight at a time.
-        self._k64 = [x.view(torch.int64) for x in k]
-        self._v64 = [x.view(torch.int64) for x in v]
+        self._set_buffers(k, v)
         self._unit = geometry.kv_heads * geometry.page_bytes
         size = staging_bytes // max(buffers, 1)
         self._capacity = (size // _CONVERSION_SHARE if self._converts else size) // self._unit
@@ -206,7 +210,30 @@ class KVTransfer:
         ]
         self._next_stage = 0
         self._out, self._in = self.device.queue(), self.device.queue()
-        self._pending: list[tuple[frozenset[int], bool, Transfer]] = []
+        self._pending: list[_Pending] = []
+
+    def _set_buffers(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
+        self._k, self._v = list(k), list(v)
+        # Rows are whole multiples of 32 bytes: where only bytes move, eight at a time.
+        self._k64 = [x.view(torch.int64) for x in k]
+        self._v64 = [x.view(torch.int64) for x in v]
+
+    def over(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> KVTransfer:
+        """Copies between the same host pool and other device buffers, one per layer (layers may share one).
+
+        It uses this one's staging buffers and copy streams, and the two know of each other's copies under way.
+
+        Raises:
+            ValueError: the buffers are not such as this one's.
+        """
+        for x in (*k, *v):
+            if x.shape[1:] != self._k[0].shape[1:] or x.dtype != self.dtype or x.device != self._k[0].device:
+                raise ValueError(f"buffers must be like {list(self._k[0].shape)} of {self.dtype}, got {list(x.shape)}")
+        if len(k) != len(self._k) or len(v) != len(self._v):
+            raise ValueError(f"buffers of {len(self._k)} layers are needed, got {len(k)} of K, {len(v)} of V")
+        other = copy.copy(self)
+        other._set_buffers(k, v)
+        return other
 
     @property
     def exact(self) -> bool:
@@ -248,7 +275,7 @@ class KVTransfer:
         if background:
             producer = self._out
             producer.wait(current.record())
-        for mark in self._conflicts(pages, to_host=True):
+        for mark in self._conflicts(pages, layers, to_host=True):
             self._out.wait(mark)
         for chunk in chunks(layers, len(pages), self._capacity):
             stage = self._acquire(producer)
@@ -281,7 +308,7 @@ class KVTransfer:
         consumer = self._in if background else current
         if background:
             consumer.wait(current.record())
-        for mark in self._conflicts(pages, to_host=False):
+        for mark in self._conflicts(pages, layers, to_host=False):
             self._in.wait(mark)
         for chunk in chunks(layers, len(pages), self._capacity):
             stage = self._acquire(self._in)
@@ -292,10 +319,15 @@ class KVTransfer:
             stage.free = consumer.record()
         return self._started(pages, layers, consumer.record(), slots, to_host=False)
 
+    def settle(self) -> None:
+        """Makes the current stream wait for every copy to the host that was started. Before a step in which workers
+        write: a page that was given back while it was copied to may be another row's by then."""
+        self.device.current().wait(self._out.record())
+
     def synchronize(self) -> None:
         """Blocks until every transfer is over; to be called before the host memory is closed."""
-        for _, _, transfer in self._pending:
-            transfer.synchronize()
+        for pending in self._pending:
+            pending.transfer.synchronize()
         self._pending.clear()
 
     def _check(self, slots: torch.Tensor, pages: Sequence[int], layers: range | None) -> tuple[int, range]:
@@ -314,15 +346,21 @@ class KVTransfer:
             raise IndexError(f"layers {layers} are not among the {geometry.layers}")
         return count, layers
 
-    def _conflicts(self, pages: Sequence[int], to_host: bool) -> list[Mark]:
+    def _conflicts(self, pages: Sequence[int], layers: range, to_host: bool) -> list[Mark]:
         """Transfers of these pages under way in the other direction; those of one direction are in order."""
-        self._pending = [entry for entry in self._pending if not entry[2].done()]
-        others = [entry for entry in self._pending if entry[1] != to_host]
-        return [transfer._mark for busy, _, transfer in others if not busy.isdisjoint(pages)]
+        self._pending[:] = [entry for entry in self._pending if not entry.transfer.done()]
+        return [
+            entry.transfer._mark
+            for entry in self._pending
+            if entry.to_host != to_host
+            and entry.layers.start < layers.stop
+            and layers.start < entry.layers.stop
+            and not entry.pages.isdisjoint(pages)
+        ]
 
     def _started(self, pages: Sequence[int], layers: range, mark: Mark, keep: Any, to_host: bool) -> Transfer:
         transfer = Transfer(len(pages) * len(layers) * self._unit, mark, keep)
-        self._pending.append((frozenset(pages), to_host, transfer))
+        self._pending.append(_Pending(frozenset(pages), layers, to_host, transfer))
         return transfer
 
     def _acquire(self, queue: Queue) -> _Stage:

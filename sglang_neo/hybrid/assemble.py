@@ -19,6 +19,7 @@ from sglang_neo.host_kv.pool import HostKVPool, UnsupportedKV
 from sglang_neo.host_kv.transfer import KVTransfer
 from sglang_neo.hybrid.geometry import NoCpuAttention, attention_geometry, attention_layers
 from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.hybrid.prefill import HostPrefill
 from sglang_neo.ranks import least_of_all_ranks
 from sglang_neo.refusals import gpu_only_reasons
 
@@ -38,6 +39,7 @@ class HostSide:
     pages: HostPages
     transfer: KVTransfer
     attention: HostAttention
+    prefill: HostPrefill
     first_layer: int
 
     def close(self) -> None:
@@ -76,13 +78,23 @@ def host_side(runner: Any) -> HostSide:
     attention = HostAttention(
         geometry, pool, workers, str(runner.device), runner.dtype, max_rows, args.neo_watchdog_timeout
     )
+    transfer = KVTransfer(pool, device.k, device.v)
+    host_tokens = pool.pages * pool.geometry.page_tokens
+    prefill = HostPrefill(
+        runner.token_to_kv_pool,
+        device,
+        transfer,
+        limits.staging_tokens(
+            asked=args.neo_host_prompt_tokens, context=runner.model_config.context_len, host_tokens=host_tokens
+        ),
+        runner.page_size,
+    )
     logger.info(
-        f"Host KV Cache is allocated. dtype: {pool.geometry.dtype}, #tokens: {pool.pages * pool.geometry.page_tokens}, "
-        f"KV size: {pool.bytes / (1 << 30):.2f} GB, CPU attention threads: {workers.threads}"
+        f"Host KV Cache is allocated. dtype: {pool.geometry.dtype}, #tokens: {host_tokens}, "
+        f"KV size: {pool.bytes / (1 << 30):.2f} GB, CPU attention threads: {workers.threads}; "
+        f"staging of prompts on the device: #tokens: {prefill.tokens}, {prefill.bytes / (1 << 30):.2f} GB"
     )
-    return HostSide(
-        memory, pool, HostPages(pool.pages), KVTransfer(pool, device.k, device.v), attention, layers[0].layer_id
-    )
+    return HostSide(memory, pool, HostPages(pool.pages), transfer, attention, prefill, layers[0].layer_id)
 
 
 def _pool(runner: Any, device: DeviceKV) -> tuple[HostMemory, HostKVPool]:

@@ -3,6 +3,9 @@
 To the user's backend a host row of a decode batch looks like the padding that SGLang itself uses in CUDA graphs: its
 line of ``req_to_token`` is zero (slot 0, which nobody owns), its length is 1, and its new k and v go to slot 0. What
 the backend computes for such a row is thrown away and replaced by the CPU's answer.
+
+In a prefill whose prompts go to host memory, the backend works on a staging region (``prefill.py``), into and out of
+which their tokens move around each layer's attention.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ from typing import Any
 import torch
 
 from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.hybrid.prefill import HostPrefill
 
 
-def make_hybrid(backend: Any, host_attention: HostAttention, first_layer: int) -> None:
+def make_hybrid(backend: Any, host_attention: HostAttention, prefill: HostPrefill, first_layer: int) -> None:
     """Makes an attention backend hybrid, in place.
 
     Its class becomes a subclass of the one it had, so class attributes, isinstance checks and everything that the
-    backend defines besides ``forward_decode`` stay what they are; a wrapper object would have to forward each of them.
+    backend defines besides these two methods stay what they are; a wrapper object would have to forward each of them.
     """
     own = type(backend)
     if hasattr(own, "neo_host_attention"):
@@ -42,7 +46,30 @@ def make_hybrid(backend: Any, host_attention: HostAttention, first_layer: int) -
             step.receive(index, out)
         return out
 
-    members = {"__module__": __name__, "forward_decode": forward_decode, "neo_host_attention": host_attention}
+    def forward_extend(
+        self: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> torch.Tensor:
+        prompts, index = prefill.current, layer.layer_id - first_layer
+        if prompts is not None:
+            prompts.bring(index)
+        out: torch.Tensor = own.forward_extend(self, q, k, v, layer, forward_batch, *args, **kw)
+        if prompts is not None:
+            prompts.take(index)
+        return out
+
+    members = {
+        "__module__": __name__,
+        "forward_decode": forward_decode,
+        "forward_extend": forward_extend,
+        "neo_host_attention": host_attention,
+    }
     backend.__class__ = type(f"Hybrid{own.__name__}", (own,), members)
 
 

@@ -29,6 +29,7 @@ from cpu_kernels.workers import Handoffs, HandoffService, Step, WorkerPool
 from sglang_neo.hybrid.exchange import NO_ROW, exchange_for
 from sglang_neo.hybrid.geometry import AttentionGeometry
 from sglang_neo.hybrid.streams import flag_stream
+from sglang_neo.planning.cascade import shared_runs
 from sglang_neo.token_manager import HostRow
 
 #: uint32 words in a cache line: flags that share one would bounce between the device's and the CPU's writes.
@@ -90,7 +91,7 @@ class HostAttention:
             for heads in (g.q_heads + 2 * g.kv_heads, g.q_heads)
         )
         self.control = torch.full((1 + max_rows,), NO_ROW, dtype=torch.int32, device=device)
-        self._epoch = 0
+        self._epoch = self._taken = 0  # the last step, and the last that the workers took
         self._controlled = 0  # entries of control that the last step set
         #: What the attention backend hands layers to while a step or a capture is under way.
         self.current: Emission | None = None
@@ -103,7 +104,7 @@ class HostAttention:
         return self._epoch
 
     def wait_launched(self) -> None:
-        self.service.wait_epoch(self._epoch, 2 * self._timeout_s)
+        self.service.wait_epoch(self._taken, 2 * self._timeout_s)
 
     def cpu_times(self) -> CpuTimes:
         status = self.service.status()
@@ -145,6 +146,7 @@ class HostAttention:
             self.service.submit(self._descriptor(rows, number))
         except RuntimeError as refused:
             raise StepRefused(str(refused)) from refused
+        self._taken = self._epoch
         return self._epoch
 
     def host_row_index(self) -> torch.Tensor:
@@ -184,8 +186,9 @@ class HostAttention:
         return True
 
     def plan(self, rows: Sequence[HostRow]) -> Plan:
-        """The attention of these rows, for any layer."""
-        g = self.geometry
+        """The attention of these rows, for any layer. What they share of the host's radix cache is read once."""
+        g, page = self.geometry, self.pool.geometry.page_tokens
+        shared = shared_runs([row.pages[: row.cached_pages] for row in rows])
         return Plan(
             self.pool.kernel_pool,
             [row.tokens for row in rows],
@@ -195,6 +198,7 @@ class HostAttention:
             soft_cap=g.soft_cap,
             threads=self.workers.threads,
             q_dtype=g.dtype,
+            prefix_groups=[(run.rows, run.begin * page, run.end * page) for run in shared],
         )
 
     def _descriptor(self, rows: Sequence[HostRow], number: int) -> Step:

@@ -35,8 +35,6 @@ class Rules:
     cooldown_steps: int = 32
     #: Rows that return in one step at most: each costs a copy that the step waits for.
     returns_per_step: int = 2
-    #: Beyond the first waiting prompt, room is made for others up to this fraction of the device pool.
-    prefill_fraction: float = 0.25
     #: Steps after a failure of the CPU side in which nobody leaves; doubled with each further failure in a row.
     pause_steps: int = 64
 
@@ -92,20 +90,3 @@ def to_device(rows: Sequence[Row], device_rows: int, device_free: int, device_pa
             break
         returning.append(row.index)
     return returning
-
-
-def prefill_room(waiting: Sequence[int], device_total: int, longest: int, rules: Rules) -> int:
-    """Tokens that should be free on the device before a prefill: for the first prompt, and for those behind it that
-    together stay below ``prefill_fraction`` of the device pool.
-
-    Args:
-        waiting: tokens of each waiting prompt, in order of admission; at least one.
-        device_total: size of the device pool.
-        longest: tokens that one prefill step takes at most.
-    """
-    room = min(waiting[0], longest)
-    for tokens in waiting[1:]:
-        if room + tokens > min(longest, rules.prefill_fraction * device_total):
-            break
-        room += tokens
-    return room

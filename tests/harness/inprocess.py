@@ -54,6 +54,7 @@ class Request:
     arrive: int = 0
     abort: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)  # on top of greedy and ignore_eos
+    input_logprobs: bool = False  # of the prompt, which then finds nothing cached
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Result:
     finish: str  # SGLang's finish reason: "length", "stop" or "abort"
     cached_tokens: int  # of the prompt, found in the radix cache
     retractions: int
+    input_logprobs: list[float]  # of the prompt's tokens but the first, if they were asked for
 
     def reference(self) -> Reference:
         """As a reference for ``assert_exact``."""
@@ -281,7 +283,7 @@ def _tokenized(request: Request) -> Any:
         token_type_ids=None,
         sampling_params=params,
         return_logprob=True,
-        logprob_start_len=-1,
+        logprob_start_len=0 if request.input_logprobs else -1,
         top_logprobs_num=2,
         token_ids_logprob=None,
         stream=False,
@@ -309,6 +311,7 @@ def _result(request: Request, req: Any) -> Result:
         finish=finish,
         cached_tokens=req.cached_tokens,
         retractions=req.retraction_count,
+        input_logprobs=list(req.logprob.input_token_logprobs_val or [])[1:] if request.input_logprobs else [],
     )
 
 

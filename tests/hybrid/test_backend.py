@@ -20,6 +20,9 @@ class Backend:
     def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, fb: Any, save_kv_cache: bool = True) -> list[Any]:
         return ["own", self.state, save_kv_cache]
 
+    def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, fb: Any, save_kv_cache: bool = True) -> list[Any]:
+        return ["extended", self.state, save_kv_cache]
+
     def other(self) -> int:
         return self.state
 
@@ -37,8 +40,8 @@ class Step:
 
 
 def test_hands_over_before_and_waits_after_the_own_attention() -> None:
-    backend, host = Backend(), SimpleNamespace(current=None)
-    make_hybrid(backend, host, first_layer=2)  # type: ignore[arg-type]
+    backend, host, prefill = Backend(), SimpleNamespace(current=None), SimpleNamespace(current=None)
+    make_hybrid(backend, host, prefill, first_layer=2)  # type: ignore[arg-type]
     assert isinstance(backend, Backend) and backend.flag and backend.other() == 5
     layer = SimpleNamespace(layer_id=4)
     assert backend.forward_decode(1, 2, 3, layer, None, save_kv_cache=False) == ["own", 5, False]
@@ -46,8 +49,21 @@ def test_hands_over_before_and_waits_after_the_own_attention() -> None:
     assert backend.forward_decode(1, 2, 3, layer, None) == ["own", 5, True, "answer"]
     assert host.current.calls == [("send", 2), ("receive", 2)]
     with pytest.raises(ValueError, match="hybrid already"):
-        make_hybrid(backend, host, first_layer=0)  # type: ignore[arg-type]
+        make_hybrid(backend, host, prefill, first_layer=0)  # type: ignore[arg-type]
     assert Backend().forward_decode(1, 2, 3, layer, None) == ["own", 5, True], "other backends are left alone"
+
+
+def test_prompts_move_in_before_and_out_after_the_own_attention() -> None:
+    calls: list[Any] = []
+    backend, prefill = Backend(), SimpleNamespace(current=None)
+    make_hybrid(backend, SimpleNamespace(current=None), prefill, first_layer=2)  # type: ignore[arg-type]
+    layer = SimpleNamespace(layer_id=3)
+    assert backend.forward_extend(1, 2, 3, layer, None, save_kv_cache=False) == ["extended", 5, False]
+    prefill.current = SimpleNamespace(
+        bring=lambda index: calls.append(("bring", index)), take=lambda index: calls.append(("take", index))
+    )
+    assert backend.forward_extend(1, 2, 3, layer, None) == ["extended", 5, True]
+    assert calls == [("bring", 1), ("take", 1)]
 
 
 def test_host_rows_look_like_padding() -> None:

@@ -83,6 +83,7 @@ def test_graphs_that_are_still_to_come_are_kept_out_of_the_kv_pool(monkeypatch: 
     assert graphs.host_graph_bytes(args(PhaseConfig(backend="disabled"))) == 0
 
     monkeypatch.setattr(KVCacheConfigurator, "_profile_available_bytes", lambda self, before: 100 << 20)
+    monkeypatch.setattr(NeoKVCacheConfigurator, "_staging_bytes", lambda self, available: 0)
     for device, available in (("cuda", 92 << 20), ("cpu", 100 << 20)):
         configurator = object.__new__(NeoKVCacheConfigurator)
         configurator.device, configurator.server_args = device, args(some)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_neo.planning.placement import Row, Rules, prefill_room, to_device, to_host
+from sglang_neo.planning.placement import Row, Rules, to_device, to_host
 
-RULES = Rules(growth_steps=16, return_steps=64, cooldown_steps=32, returns_per_step=2, prefill_fraction=0.25)
+RULES = Rules(growth_steps=16, return_steps=64, cooldown_steps=32, returns_per_step=2)
 
 
 def rows(*tokens: int) -> list[Row]:
@@ -51,13 +51,6 @@ def test_a_row_that_does_not_fit_keeps_younger_ones_waiting() -> None:
 def test_growth_is_counted_in_device_pages() -> None:
     assert to_device(rows(64), 1, 64 + 2 * 64, 64, RULES) == [0]
     assert to_device(rows(128), 1, 128 + 2 * 128 - 1, 128, RULES) == []
-
-
-def test_room_for_the_first_prompt_and_a_few_behind_it() -> None:
-    assert prefill_room([900], 1000, 8192, RULES) == 900
-    assert prefill_room([100, 100, 100], 1000, 8192, RULES) == 200
-    assert prefill_room([100, 40, 40, 40, 40], 1000, 8192, RULES) == 220
-    assert prefill_room([900, 10], 1000, 512, RULES) == 512
 
 
 def test_rules_that_would_thrash_are_refused() -> None:
