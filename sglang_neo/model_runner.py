@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_schedule
 from sglang_neo import token_manager
 from sglang_neo.hybrid import assemble
 from sglang_neo.hybrid.backend import hide_host_rows, make_hybrid
+from sglang_neo.hybrid.deferred import DeferredAttention, DeferredEmission, DeferredStep, rows_of_output
 from sglang_neo.hybrid.host_attention import StepRefused
 from sglang_neo.recovery import LaunchedHostRows
 from sglang_neo.token_manager import NeoReqToTokenPool, host_row
@@ -77,6 +78,7 @@ class NeoModelRunner(ModelRunner):
     neo_gpu_only_reason: str | None = None
     #: Set by the worker for the next forward, and what became of it.
     neo_rows: HostBatchRows | None = None
+    neo_step: DeferredStep | None = None
     neo_launched: LaunchedHostRows | None = None
 
     def init_kv_cache_configurator(self) -> None:
@@ -106,6 +108,9 @@ class NeoModelRunner(ModelRunner):
 
     def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         rows, self.neo_rows = self.neo_rows, None
+        step, self.neo_step = self.neo_step, None
+        if step is not None:
+            return self._forward_deferred(forward_batch, step, *args, **kwargs)
         if rows is None:
             return super().forward(forward_batch, *args, **kwargs)
         assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
@@ -124,6 +129,31 @@ class NeoModelRunner(ModelRunner):
         # A graph has its hand-offs in it; else each layer's attention must have come by.
         if layers.received != (0 if output.can_run_graph else attention.geometry.layers):
             raise RuntimeError(f"a step handed over host rows of {layers.received} layers")
+        return output
+
+    def _forward_deferred(self, forward_batch: Any, step: DeferredStep, *args: Any, **kwargs: Any) -> Any:
+        assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
+        attention = self.neo_host.attention
+        assert isinstance(attention, DeferredAttention)
+        refused = None
+        try:
+            attention.launch_step(step)
+        except StepRefused as reason:
+            refused = str(reason)
+        self.neo_launched = LaunchedHostRows(step.reqs, attention.rests_on, refused, step.others)
+        whole, rows = attention.with_slots(forward_batch, step)
+        if refused is not None:
+            output = super().forward(whole, *args, **kwargs)
+        else:
+            with self._graphs_with_handoffs(), attention.emitting(attention.slots) as layers:
+                output = super().forward(whole, *args, **kwargs)
+            assert isinstance(layers, DeferredEmission)
+            expected = 0 if output.can_run_graph else attention.geometry.layers
+            if not layers.received == layers.swapped == expected:
+                raise RuntimeError(
+                    f"a deferred step exchanged rows in {layers.received} layers and residuals in {layers.swapped}"
+                )
+        output.logits_output = rows_of_output(output.logits_output, rows)
         return output
 
     @contextlib.contextmanager
@@ -169,10 +199,12 @@ class NeoTpModelWorker(TpModelWorker):
         )
 
     def forward_batch_generation(self, batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
-        rows = host_batch_rows(batch) if batch is not None and batch.forward_mode.is_decode() else None
-        self.model_runner.neo_rows, self.model_runner.neo_launched = rows, None
+        runner, step = self.model_runner, getattr(batch, "neo_step", None)
+        decode = step is None and batch is not None and batch.forward_mode.is_decode()
+        runner.neo_rows = host_batch_rows(batch) if decode else None
+        runner.neo_step, runner.neo_launched = step, None
         result = super().forward_batch_generation(batch, *args, **kwargs)
-        result.neo_launched = self.model_runner.neo_launched
+        result.neo_launched = runner.neo_launched
         return result
 
     def get_worker_info(self) -> tuple[Any, ...]:
