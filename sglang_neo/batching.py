@@ -23,6 +23,15 @@ from sglang_neo.planning.prefix import loads_back
 from sglang_neo.token_manager import NeoTokenManager, host_row
 
 
+#: What SGLang's penalizers (sampling/penaltylib) change with every token, ``[rows, ...]``.
+_PENALTY_STATE = (
+    "cumulated_frequency_penalties",
+    "cumulated_presence_penalties",
+    "cumulated_repetition_penalties",
+    "len_output_tokens",
+)
+
+
 def install() -> None:
     """Once per process, before a scheduler runs; harmless to repeat. The seams are listed in seams.py."""
     scheduler.PrefillAdder = NeoPrefillAdder
@@ -131,11 +140,11 @@ class NeoScheduleBatch(ScheduleBatch):
         self.seq_lens_cpu = self.seq_lens_cpu.index_copy(0, at_cpu, part.seq_lens_cpu)
         self.seq_lens_sum = None
         for kind, penalizer in orchestrator.penalizers.items():
-            if penalizer.is_prepared():
-                whole = vars(self.sampling_info.penalizer_orchestrator.penalizers[kind])
-                for name, state in vars(penalizer).items():
-                    if isinstance(state, torch.Tensor):
-                        whole[name].index_copy_(0, at, state)
+            whole = vars(self.sampling_info.penalizer_orchestrator.penalizers[kind])
+            for name in _PENALTY_STATE:
+                state = vars(penalizer).get(name)
+                if state is not None and state is not whole[name]:  # the same where the part is the whole
+                    whole[name].index_copy_(0, at, state)
         return part
 
 

@@ -20,7 +20,7 @@ class StepCounters:
     """Since the start."""
 
     host_tokens: int = 0  # output tokens of host rows
-    steps: dict[str, int] = field(default_factory=lambda: {"gpu_only": 0, "sync": 0})
+    steps: dict[str, int] = field(default_factory=lambda: {"gpu_only": 0, "sync": 0, "deferred": 0})
 
 
 class NeoMetrics:
@@ -50,17 +50,21 @@ class NeoMetrics:
         self._steps_since_log = self._tokens_since_log = 0
         self._logged_at = time.perf_counter()
 
-    def count_decode(self, batch: Any) -> None:
-        """One decode step whose result is being processed."""
+    def count_decode(self, batch: Any, deferred: bool = False) -> None:
+        """One decode step whose result is being processed.
+
+        Args:
+            deferred: host rows passed through slots in it, those of ``batch`` to its end.
+        """
         host = sum(host_row(req) is not None for req in batch.reqs)
         self.counters.host_tokens += host
-        self.counters.steps["sync" if host else "gpu_only"] += 1
+        self.counters.steps["deferred" if deferred else "sync" if host else "gpu_only"] += 1
         if not self._manager.has_host:
             return
         self._steps_since_log += 1
         self._tokens_since_log += host
         if self._published is not None:
-            self._published.update(self.counters, self._manager, self.cpu_times() if host else None, self._recovery)
+            self._published.update(self.counters, self._manager, self.cpu_times() if host or deferred else None, self._recovery)
         if self._log_interval and self._steps_since_log >= self._log_interval:
             self._log(host)
 
