@@ -55,9 +55,9 @@ class NeoServerArgs(ServerArgs):
     neo_mode: A[
         NeoMode,
         Arg(
-            help="How the CPU takes part. gpu-only: not at all, as plain SGLang. Otherwise requests go on in host memory, "
-            "with their attention on the CPU, when the GPU's KV pool is full. sync: the GPU waits for the CPU in each "
-            "layer. deferred (APEX): they pass through --neo-deferred-slots, and the CPU has a step for each layer. "
+            help="How the CPU takes part. gpu-only: not at all, as plain SGLang. Otherwise requests go on in host "
+            "memory, with their attention on the CPU, when the GPU's KV pool is full. sync: the GPU waits for the CPU "
+            "in each layer. deferred (APEX): they pass through --neo-deferred-slots, and the CPU has a step for each layer. "
             "auto: deferred where slots are given and the model allows it, else sync. pipelined (NEO) is refused until "
             "it exists."
         ),
@@ -122,7 +122,8 @@ class NeoServerArgs(ServerArgs):
     neo_check_integrity: A[
         bool,
         Arg(
-            help="For debugging: after every step, check that no KV page of either pool is lost or has two owners; a "
+            help="For debugging: after every step, check that no KV page of either pool is lost or has two owners and, "
+            "in deferred mode, that every hand-off was of the request, layer and position that it was meant for; a "
             "violation stops the server. Slow."
         ),
     ] = False

@@ -22,7 +22,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_neo.planning.prefix import loads_back
 from sglang_neo.token_manager import NeoTokenManager, host_row
 
-
 #: What SGLang's penalizers (sampling/penaltylib) change with every token, ``[rows, ...]``.
 _PENALTY_STATE = (
     "cumulated_frequency_penalties",
@@ -69,6 +68,9 @@ class NeoScheduleBatch(ScheduleBatch):
     """A decode batch whose rows may be host rows."""
 
     sampling_info: Any
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    orig_seq_lens: torch.Tensor
     #: Its rows are decoded in parts (``part_of``), each prepared by itself: sglang_neo/deferral.py.
     neo_in_parts = False
     #: Of a part: the batch that it is of.

@@ -1,15 +1,16 @@
 """Deferred steps in the running scheduler: which part of the running batch the next decode step is.
 
 A host row is an ordinary request of SGLang's running batch, as in mode sync. But it has a token only every so many
-steps, so a decode step runs a *part* of that batch (``NeoScheduleBatch.part_of``): the device rows and the host rows that
-*leave* the layers in it. These have logits, and SGLang samples, penalises, constrains, streams and ends them as in any
-other step. The rows that *enter* are named in the part's ``neo_step``: they need no more than their newest token, which
-SGLang relays by request slot, and its position.
+steps, so a decode step runs a *part* of that batch (``NeoScheduleBatch.part_of``): the device rows and the host rows
+that *leave* the layers in it. These have logits, and SGLang samples, penalises, constrains, streams and ends them as in
+any other step. The rows that *enter* are named in the part's ``neo_step``: they need no more than their newest token,
+which SGLang relays by request slot, and its position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_neo.batching import NeoScheduleBatch
 from sglang_neo.hybrid.deferred import DeferredAttention, DeferredStep
-from sglang_neo.planning.cohorts import Cohorts
+from sglang_neo.hybrid.parking import RECORDED_STEPS
+from sglang_neo.planning.cohorts import Cohorts, Seat
 from sglang_neo.ranks import least_of_all_ranks
 from sglang_neo.recovery import LaunchedHostRows, Recovery
 from sglang_neo.token_manager import HostRow, NeoTokenManager, host_row
@@ -35,12 +37,46 @@ class Rider:
         return host_row(self.req) is self.row
 
 
+Seats = Sequence[Seat[Rider] | None]
+#: What the device has in a slot without a row.
+_NOBODY: Any = Seat(None, position=0, ticket=0)
+
+
 @dataclass
 class DeferralCounters:
     """Since the start."""
 
     steps: int = 0
     behind: int = 0  # decode steps that were not deferred because the CPU was behind
+
+
+class AuditError(RuntimeError):
+    """A row was somewhere else on the device than in the plan that the CPU worked by."""
+
+
+def audit(expected: Sequence[tuple[Seats, Seats]], record: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:
+    """Holds what a deferred step did on the device against what it was meant to do, as the CPU did it.
+
+    Args:
+        expected: by layer, who arrives and who resumes, by slot; rows discarded in mid-token are not looked at.
+        record: by layer, for those two, by slot, ticket and position as the device had them.
+
+    Raises:
+        AuditError: naming every place where they differ.
+    """
+    wrong = []
+    for layer, (meant, done) in enumerate(zip(expected, record, strict=True)):
+        for what, seats, found in zip(("arrives", "resumes"), meant, done, strict=True):
+            for slot, (ticket, position) in enumerate(found):
+                seat = seats[slot] if slot < len(seats) else _NOBODY
+                if seat is not None and (ticket, position) != (seat.ticket, seat.position):
+                    who = seat.row.req.rid if seat.row is not None else "nobody"
+                    wrong.append(
+                        f"layer {layer}, slot {slot}: {who} {what} (ticket {seat.ticket}, position {seat.position}), "
+                        f"but the device had ticket {ticket}, position {position}"
+                    )
+    if wrong:
+        raise AuditError(f"a deferred step went wrong in {len(wrong)} places\n  " + "\n  ".join(wrong))
 
 
 class Deferral:
@@ -57,7 +93,9 @@ class Deferral:
         self._cohorts: Cohorts[Rider] = Cohorts(attention.geometry.layers, attention.slots)
         self._changed: set[int] = set()  # cohorts whose seats the device side has not been told of
         self._settled = 0  # the last step that was judged with nobody riding
-        self._processed = -1  # what the newest result that was processed rests on
+        self._processed = 0  # the newest step whose result has been processed
+        # For audits: who should be where in the steps whose results have not been processed yet.
+        self._expected: deque[Any] = deque()
         self.counters = DeferralCounters()
 
     @property
@@ -144,6 +182,13 @@ class Deferral:
             reqs=[batch.reqs[i] for i in leaving],
             others=self.riders,
         )
+        if self._attention.record is not None:
+            self._expected.append(expected := cohorts.expected())
+            for seat in (seat for arriving, _ in expected for seat in arriving):
+                if seat is not None and seat.row.there and seat.row.row.tokens - 1 != seat.position:
+                    raise AuditError(
+                        f"{seat.row.req.rid}: the CPU attends to {seat.row.row.tokens} tokens for position {seat.position}"
+                    )
         self._changed.clear()
         cohorts.advance()
         self.counters.steps += 1
@@ -173,20 +218,27 @@ class Deferral:
     # -- results -------------------------------------------------------------------------------------------------
 
     def processed(self, result: Any) -> None:
-        """To be told of every result that has been processed."""
+        """To be told of every result that has been processed. Raises AuditError, see ``audit``."""
         launched: LaunchedHostRows | None = getattr(result, "neo_launched", None)
-        if launched is not None:
-            self._processed = launched.epoch
+        if launched is None:
+            return
+        self._processed = launched.launched_epoch
+        record = self._attention.record
+        if record is not None:
+            expected = self._expected.popleft()
+            if launched.refused is None:
+                audit(expected, record[:, launched.launched_epoch % RECORDED_STEPS].tolist())
 
     def settle(self, recovery: Recovery) -> None:
         """Between two launches: once nobody rides any more, the last step is judged, on which no token will rest."""
-        attention = self._attention
-        last = attention.launched_epoch
-        if self._settled < last and self._processed == attention.rests_on and next(self.riders(), None) is None:
+        last = self._attention.launched_epoch
+        unsettled = self._settled < last == self._processed and not recovery.pending
+        if unsettled and next(self.riders(), None) is None:
             self._settled = last
             recovery.settle(last)
 
     def clear(self) -> None:
-        """After a failure: nobody rides."""
+        """After a failure, with the workers ready again: nobody rides."""
         self._cohorts.clear()
         self._changed.clear()
+        self._settled = self._attention.launched_epoch

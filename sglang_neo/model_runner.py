@@ -135,12 +135,12 @@ class NeoModelRunner(ModelRunner):
         assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
         attention = self.neo_host.attention
         assert isinstance(attention, DeferredAttention)
-        refused = None
+        refused, epoch = None, 0
         try:
-            attention.launch_step(step)
+            epoch = attention.launch_step(step)
         except StepRefused as reason:
             refused = str(reason)
-        self.neo_launched = LaunchedHostRows(step.reqs, attention.rests_on, refused, step.others)
+        self.neo_launched = LaunchedHostRows(step.reqs, attention.rests_on, refused, epoch, step.others)
         whole, rows = attention.with_slots(forward_batch, step)
         if refused is not None:
             output = super().forward(whole, *args, **kwargs)

@@ -35,6 +35,7 @@ class LaunchedHostRows:
     reqs: Sequence[Any]  # its host rows, when it was launched
     epoch: int  # the newest step of the hand-off service that their tokens rest on
     refused: str | None  # why the service took no step; it ran without its host rows then
+    launched_epoch: int = 0  # its own number there; 0 if refused
     #: Asked if it fails: host rows that have no token from it, but lose their work too.
     others: Callable[[], Iterable[Any]] = tuple
 
@@ -79,9 +80,8 @@ class Recovery:
             scheduler.batch_result_processor = processor
 
     def settle(self, epoch: int) -> None:
-        """Judges the last step, which no token rests on any more."""
-        if not self._broken:
-            self._judge(LaunchedHostRows((), epoch, None))
+        """Judges a step that no token rests on, so that its failure is known too and what it named becomes free."""
+        self._judge(LaunchedHostRows((), epoch, None))
 
     def _judge(self, launched: LaunchedHostRows) -> None:
         reason = launched.refused or self._attention.failure(launched.epoch)

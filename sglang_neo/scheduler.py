@@ -146,8 +146,7 @@ class NeoScheduler(Scheduler):
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         if batch.forward_mode.is_decode():
-            launched = getattr(result, "neo_launched", None) is not None
-            self.neo_metrics.count_decode(batch, deferred=launched and self.deferral is not None)
+            self.neo_metrics.count_decode(getattr(result, "neo_launched", None), self.active_mode)
         if self.server_args.neo_report_host_rows:
             report_host_rows(batch, result)
         if self.recovery is None:

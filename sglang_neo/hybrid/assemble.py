@@ -94,9 +94,7 @@ def host_side(runner: Any) -> HostSide:
         f"Host KV Cache is allocated. dtype: {pool.geometry.dtype}, #tokens: {pool.pages * pool.geometry.page_tokens}, "
         f"KV size: {pool.bytes / (1 << 30):.2f} GB, CPU attention threads: {workers.threads}"
     )
-    return HostSide(
-        memory, pool, HostPages(pages), KVTransfer(pool, device.k, device.v), attention, layers[0].layer_id
-    )
+    return HostSide(memory, pool, HostPages(pages), KVTransfer(pool, device.k, device.v), attention, layers[0].layer_id)
 
 
 def _deferred_slots(runner: Any, pool: HostKVPool) -> int:

@@ -145,6 +145,10 @@ class DeferredAttention(HostAttention):
         self._raise_done()
         return True
 
+    @property
+    def least_rows(self) -> int:
+        return self.slots
+
     def behind(self) -> bool:
         """Whether the CPU has more hand-offs in hand than it should have when a deferred step begins: half of a step's,
         which leaves it the time until the device comes to the later half."""
@@ -159,9 +163,9 @@ class DeferredAttention(HostAttention):
                 if row is not None and row.arrival is not None:
                     row.arrival.wait()
                     row.arrival = None
-        self._epoch += 1
-        self.rests_on, self._answering = self._answering, self._epoch
-        number = self._epoch & 0x7FFFFFFF
+        self.rests_on = self._answering
+        epoch = self._epoch + 1
+        number = epoch & 0x7FFFFFFF
         first, free = len(step.device_rows), [0] * (self.slots - len(step.tickets))
         places = range(first, first + self.slots)
         control = torch.tensor([number, *places, *step.tickets, *free], dtype=torch.int32)
@@ -173,12 +177,11 @@ class DeferredAttention(HostAttention):
         kept = (self.outbox, self.inbox, self.flags)
         try:
             # Jobs of different cohorts have workspaces of their own.
-            self.service.submit(
-                Step(self._epoch, number, self._handoffs.with_jobs(of_layers), overlap=2, keepalive=kept)
-            )
+            self.service.submit(Step(epoch, number, self._handoffs.with_jobs(of_layers), overlap=2, keepalive=kept))
         except RuntimeError as refused:
             raise StepRefused(str(refused)) from refused
-        return self._epoch
+        self._epoch = self._answering = epoch
+        return epoch
 
     def _cohort_jobs(self, rows: Sequence[HostRow | None]) -> Any:
         """The attention of a cohort's rows in all layers; None if there are none."""

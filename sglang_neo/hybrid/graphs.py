@@ -108,8 +108,9 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
             logger.info(f"sglang_neo: steps with host rows run without CUDA graphs: {reason}")
             return
         before = self._free_memory()
+        sizes = [size for size in self.capture_bs if size >= self._attention.least_rows]
         # Every size where steps are not padded to a larger one.
-        self.host_sizes = list(self.capture_bs) if self.disable_padding else host_row_sizes(self.capture_bs)
+        self.host_sizes = sizes if self.disable_padding else host_row_sizes(sizes)
         for name in _PER_GRAPH:
             metadata = getattr(self.attn_backend, name, None)
             if isinstance(metadata, dict):
@@ -132,6 +133,8 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
         assert self._attention is not None
         if not self._attention.stream.capturable:
             return "stream memory operations are missing"
+        if max(self.capture_bs) < self._attention.least_rows:
+            return f"they have {self._attention.least_rows} rows at least"
         if not isinstance(self.backend, FullCudaGraphBackend):
             return f"--cuda-graph-backend-decode is not full ({type(self.backend).__name__})"
         return None

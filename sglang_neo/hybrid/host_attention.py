@@ -102,6 +102,11 @@ class HostAttention:
         """The last step given to the workers; what it names must stay until it is over."""
         return self._epoch
 
+    @property
+    def least_rows(self) -> int:
+        """Of a batch whose layers hand over."""
+        return 1
+
     def wait_launched(self) -> None:
         self.service.wait_epoch(self._epoch, 2 * self._timeout_s)
 

@@ -29,7 +29,7 @@ class Parked:
     residuals: torch.Tensor  # [slots, hidden size]
     positions: torch.Tensor  # int64 [slots]
     tickets: torch.Tensor  # int32 [slots]
-    #: int32 [RECORDED_STEPS, 2, slots, 2], pinned: ticket and position of who arrived and of who resumed. None: not kept.
+    #: int32 [RECORDED_STEPS, 2, slots, 2], pinned: ticket and position of who arrived and of who resumed; or None.
     record: torch.Tensor | None
 
 

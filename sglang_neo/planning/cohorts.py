@@ -103,6 +103,13 @@ class Cohorts(Generic[Row]):
         for seats in self._seats:
             seats.clear()
 
+    def expected(self) -> list[tuple[list[Seat[Row] | None], list[Seat[Row] | None]]]:
+        """By layer, who should arrive and who should resume in the next step, by slot; to be held against a record."""
+        return [
+            (list(self._seats[self.arriving(layer)]), list(self._seats[self.resuming(layer)]))
+            for layer in range(self.layers)
+        ]
+
     # -- a step -------------------------------------------------------------------------------------------------
 
     def enter(self, rows: Sequence[tuple[Row, int]]) -> None:
