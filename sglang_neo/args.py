@@ -57,9 +57,9 @@ class NeoServerArgs(ServerArgs):
         Arg(
             help="How the CPU takes part. gpu-only: not at all, as plain SGLang. Otherwise requests go on in host "
             "memory, with their attention on the CPU, when the GPU's KV pool is full. sync: the GPU waits for the CPU "
-            "in each layer. deferred (APEX): they pass through --neo-deferred-slots, and the CPU has a step for each layer. "
-            "auto: deferred where slots are given and the model allows it, else sync. pipelined (NEO) is refused until "
-            "it exists."
+            "in each layer. deferred (APEX): they pass through --neo-deferred-slots, and the CPU has a step for each "
+            "layer. auto: deferred where slots are given and the model allows it, else sync. pipelined (NEO) is "
+            "refused until it exists."
         ),
     ] = "auto"
     neo_host_kv_size: A[

@@ -185,10 +185,9 @@ class Deferral:
         if self._attention.record is not None:
             self._expected.append(expected := cohorts.expected())
             for seat in (seat for arriving, _ in expected for seat in arriving):
-                if seat is not None and seat.row.there and seat.row.row.tokens - 1 != seat.position:
-                    raise AuditError(
-                        f"{seat.row.req.rid}: the CPU attends to {seat.row.row.tokens} tokens for position {seat.position}"
-                    )
+                if seat is not None and seat.row.row.tokens - 1 != seat.position:
+                    rid, tokens = seat.row.req.rid, seat.row.row.tokens
+                    raise AuditError(f"{rid}: the CPU attends to {tokens} tokens for position {seat.position}")
         self._changed.clear()
         cohorts.advance()
         self.counters.steps += 1

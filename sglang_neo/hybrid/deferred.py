@@ -15,9 +15,8 @@ The residual is reached by hooks on the model's decoder layers, which must be of
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,14 +195,8 @@ class DeferredAttention(HostAttention):
         q, k, v = packed.split((g.q_heads, g.kv_heads, g.kv_heads), dim=2)
         return plan.jobs(range(g.layers), q, out, k=k, v=v)
 
-    @contextlib.contextmanager
-    def emitting(self, capacity: int, flags: bool = True) -> Iterator[Emission]:
-        """As HostAttention's; ``capacity`` does not matter: there are always ``slots`` rows."""
-        outer, self.current = self.current, DeferredEmission(self, flags)
-        try:
-            yield self.current
-        finally:
-            self.current = outer
+    def _emission(self, capacity: int, flags: bool) -> Emission:
+        return DeferredEmission(self, flags)  # whatever the capacity: there are always ``slots`` rows
 
     # -- SGLang's batch, with slot rows ------------------------------------------------------------------------
 
@@ -289,11 +282,10 @@ class DeferredEmission(Emission):
         a = self._attention
         assert self._given is not None and self.positions is not None and layer == self.received
         if self._flags:
-            a.stream.wait(a.flag(layer, _DONE), 1)
-            a.stream.write(a.flag(layer, _DONE), 0)
+            a.stream.take_flag(a.flag(layer, _DONE))
         a.parking.hand_over(*self._given, out, self.positions, a._tickets, a.control, a.parked[layer], layer == 0)
         if self._flags:
-            a.stream.write(a.flag(layer, _READY), 1)
+            a.stream.raise_flag(a.flag(layer, _READY))
         self._given = None
         self.received += 1
 

@@ -163,13 +163,16 @@ class HostAttention:
         Args:
             flags: False while a graph is warmed up: nobody answers then.
         """
-        outer, emission = self.current, Emission(self, capacity, flags)
+        outer, emission = self.current, self._emission(capacity, flags)
         self.current = emission
         try:
             yield emission
             emission.end()
         finally:
             self.current = outer
+
+    def _emission(self, capacity: int, flags: bool) -> Emission:
+        return Emission(self, capacity, flags)
 
     def failure(self, epoch: int) -> str | None:
         """Waits until the workers are through with a step; why it failed, or None. Ask before publishing anything."""
