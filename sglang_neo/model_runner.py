@@ -22,6 +22,7 @@ from sglang_neo.hybrid import assemble
 from sglang_neo.hybrid.backend import hide_host_rows, make_hybrid
 from sglang_neo.hybrid.deferred import DeferredAttention, DeferredEmission, DeferredStep, rows_of_output
 from sglang_neo.hybrid.host_attention import StepRefused
+from sglang_neo.hybrid.parity import check_parity
 from sglang_neo.recovery import LaunchedHostRows
 from sglang_neo.token_manager import NeoReqToTokenPool, host_row
 
@@ -104,7 +105,14 @@ class NeoModelRunner(ModelRunner):
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
         if self.neo_host is not None:
-            make_hybrid(self.attn_backend, self.neo_host.attention, self.neo_host.first_layer)
+            attention = self.neo_host.attention
+            make_hybrid(self.attn_backend, attention, self.neo_host.first_layer)
+            if isinstance(attention, DeferredAttention):
+                try:
+                    check_parity(self, attention)
+                except Exception:
+                    self.neo_close()
+                    raise
 
     def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         rows, self.neo_rows = self.neo_rows, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from sglang_neo.deferral import AuditError
+from sglang_neo.errors import UsageError
+from sglang_neo.hybrid import deferred
 from sglang_neo.hybrid.deferred import DeferredAttention, DeferredEmission
 from sglang_neo.hybrid.parking import TorchParking
 from sglang_neo.planning.placement import Rules
@@ -107,11 +110,11 @@ def test_more_host_rows_than_seats(tiny: Tiny, alone: Any, overlap: bool) -> Non
 @pytest.mark.parametrize("overlap", [True, False])
 def test_no_device_row_at_all(tiny: Tiny, alone: Any, overlap: bool) -> None:
     """Steps of slot rows only, most of which give nobody a token."""
-    requests = [Request("long", random_prompt(random.Random(6), 60), 150)]
+    requests = [Request("long", random_prompt(random.Random(6), 100), 60)]
     options: dict[str, Any] = {"max_total_tokens": 128, "neo_deferred_slots": 2}
     with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=not overlap, **options) as scheduler:
         got = scheduler.run(requests)
-    assert len(got["long"].tokens) == 150
+    assert len(got["long"].tokens) == 60
     assert_exact(alone("llama", requests), tokens(got))
 
 
@@ -228,10 +231,10 @@ def test_steps_that_are_refused(tiny: Tiny, alone: Any, monkeypatch: pytest.Monk
     def refuse(*args: Any) -> None:
         raise RuntimeError("no steps today")
 
-    monkeypatch.setattr(DeferredAttention, "launch_step", refusing)
     options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_deferred_slots": 2}
     with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=not overlap, **options) as scheduler:
         scheduler.scheduler.placement.rules = Rules(pause_steps=2)
+        monkeypatch.setattr(DeferredAttention, "launch_step", refusing)
         got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
         recovery = scheduler.scheduler.recovery
     assert calls[0] > 20 and recovery.failed_steps >= 2
@@ -270,11 +273,27 @@ def test_a_broken_exchange_is_seen(
     tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any
 ) -> None:
     requests = random_requests(seed=3)
-    monkeypatch.setattr(owner, name, fault)
     with InProcessScheduler("neo", tiny("llama"), neo_deferred_slots=2) as scheduler:
+        monkeypatch.setattr(owner, name, fault)
         got = tokens(scheduler.run(requests, RandomMoves(1, rate=0.1)))
     differ = sum(first_difference(n, r, got[n]) is not None for n, r in alone("llama", requests).items())
     assert differ >= 4
+    with pytest.raises(UsageError, match="LlamaForCausalLM does not come out the same in deferred mode"):
+        InProcessScheduler("neo", tiny("llama"), neo_deferred_slots=2)
+
+
+def test_models_that_are_not_known_run_in_mode_sync(
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(deferred, "DEFERRABLE", ())
+    requests = random_requests(seed=3)[:3]
+    with caplog.at_level(logging.WARNING), InProcessScheduler("neo", tiny("llama"), neo_deferred_slots=2) as scheduler:
+        got = scheduler.run(requests, RandomMoves(1, rate=0.3))
+        state = scheduler.scheduler.neo_state()
+    assert state["active_mode"] == "sync" and state["steps_total"]["deferred"] == 0 < state["steps_total"]["sync"]
+    [line] = [record.message for record in caplog.records if "deferred" in record.message]
+    assert "the layers of LlamaForCausalLM are not known" in line
+    assert_exact(alone("llama", requests), tokens(got))
 
 
 # -- the audit --------------------------------------------------------------------------------------------------------
@@ -302,11 +321,11 @@ def positions_kept(parking: Any, *args: Any) -> None:
 def test_the_audit_stops_a_step_that_went_wrong(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, fault: Any, overlap: bool
 ) -> None:
-    monkeypatch.setattr(TorchParking, "hand_over", fault)
     options: dict[str, Any] = {"neo_deferred_slots": 2, "disable_overlap_schedule": not overlap}
     report = r"layer \d, slot \d: (r\d\d|nobody) (arrives|resumes) \(ticket \d+, position \d+\), but the device had"
     with (
         InProcessScheduler("neo", tiny("llama"), neo_check_integrity=True, **options) as scheduler,
         pytest.raises(AuditError, match=report),
     ):
+        monkeypatch.setattr(TorchParking, "hand_over", fault)
         scheduler.run(random_requests(seed=3), RandomMoves(1, rate=0.2))

@@ -135,14 +135,19 @@ class DeferredAttention(HostAttention):
 
     def reset(self, timeout_s: float) -> bool:
         """As HostAttention's. Everybody who was parked is lost."""
-        if not super().reset(timeout_s):
+        # Where another rank failed, or a step was refused, workers may be busy with the last step: the device is ahead.
+        if not self.service.wait_epoch(self._epoch, timeout_s) or not super().reset(timeout_s):
             return False
-        for memory in (*self._parked_memory, self._tickets):
-            memory.zero_()
-        self._jobs = [None] * len(self._jobs)
+        self.clear()
         self._answering = 0
         self._raise_done()
         return True
+
+    def clear(self) -> None:
+        """Forgets everybody who is parked, in stream order."""
+        for memory in (*self._parked_memory, self._tickets):
+            memory.zero_()
+        self._jobs = [None] * len(self._jobs)
 
     @property
     def least_rows(self) -> int:
