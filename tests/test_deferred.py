@@ -16,6 +16,7 @@ from sglang_neo.deferral import AuditError
 from sglang_neo.errors import UsageError
 from sglang_neo.hybrid import deferred
 from sglang_neo.hybrid.deferred import DeferredAttention, DeferredEmission
+from sglang_neo.hybrid.host_attention import StepRefused
 from sglang_neo.hybrid.parking import TorchParking
 from sglang_neo.planning.placement import Rules
 from tests.harness.exact import assert_exact, first_difference
@@ -194,11 +195,11 @@ def test_sampling_belongs_to_the_rows_that_leave(tiny: Tiny) -> None:
 def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, overlap: bool) -> None:
     """Everybody in mid-token loses the token and is prefilled again; then deferred steps go on."""
     requests = crowd(seed=1)
-    stall = Stall(after=8, seconds=2.0, times=2)
+    stall = Stall(after=8, seconds=2.5, times=2)
     options: dict[str, Any] = {
         "max_total_tokens": 512,
         "max_running_requests": 16,
-        "neo_watchdog_timeout": 0.4,
+        "neo_watchdog_timeout": 0.8,
         "neo_deferred_slots": 2,
         "neo_check_integrity": True,
         "disable_overlap_schedule": not overlap,
@@ -216,25 +217,25 @@ def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, overlap: bool) ->
 @pytest.mark.parametrize("overlap", [True, False])
 def test_steps_that_are_refused(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     requests = crowd(seed=2)
-    launch, calls = DeferredAttention.launch_step, [0]
+    launch, reset = DeferredAttention.launch_step, DeferredAttention.reset
+    calls, poisoned = [0], [False]
 
     def refusing(self: DeferredAttention, *args: Any) -> int:
         calls[0] += 1
-        if calls[0] in (5, 6, 20):
-            monkeypatch.setattr(self.service, "submit", refuse)
-        try:
-            return launch(self, *args)
-        finally:
-            monkeypatch.undo()
-            monkeypatch.setattr(DeferredAttention, "launch_step", refusing)
+        poisoned[0] |= calls[0] in (5, 20)
+        if poisoned[0]:
+            raise StepRefused("no steps today")
+        return launch(self, *args)
 
-    def refuse(*args: Any) -> None:
-        raise RuntimeError("no steps today")
+    def healing(self: DeferredAttention, timeout_s: float) -> bool:
+        poisoned[0] = False
+        return reset(self, timeout_s)
 
     options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_deferred_slots": 2}
     with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=not overlap, **options) as scheduler:
         scheduler.scheduler.placement.rules = Rules(pause_steps=2)
         monkeypatch.setattr(DeferredAttention, "launch_step", refusing)
+        monkeypatch.setattr(DeferredAttention, "reset", healing)
         got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
         recovery = scheduler.scheduler.recovery
     assert calls[0] > 20 and recovery.failed_steps >= 2
