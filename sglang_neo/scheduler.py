@@ -198,6 +198,7 @@ class NeoScheduler(Scheduler):
             "failed_steps": self.recovery.failed_steps if self.recovery is not None else 0,
             "restarted_reqs": self.recovery.restarted_reqs if self.recovery is not None else 0,
             "steps_total": dict(self.neo_metrics.counters.steps),
+            "steps_behind_total": self.deferral.counters.behind if self.deferral is not None else 0,
             "cpu_seconds": dataclasses.asdict(self.neo_metrics.cpu_times()),
         }
 
