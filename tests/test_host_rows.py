@@ -173,8 +173,7 @@ def test_retraction_is_the_last_resort(tiny: Tiny, alone: Any) -> None:
 
 def _no_answer(step: Any, layer: int, out: torch.Tensor) -> None:
     """The CPU's answers are not put where they belong."""
-    step._owner.stream.wait(step._owner.flag(layer, 1), 1)
-    step._owner.stream.write(step._owner.flag(layer, 1), 0)
+    step._owner.stream.take_flag(step._owner.flag(layer, 1))
     step.received += 1
 
 
