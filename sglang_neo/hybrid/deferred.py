@@ -144,7 +144,8 @@ class DeferredAttention(HostAttention):
         return True
 
     def clear(self) -> None:
-        """Forgets everybody who is parked, in stream order."""
+        """Forgets everybody who is parked, in stream order; graphs may be captured then."""
+        self.control.fill_(NO_ROW)
         for memory in (*self._parked_memory, self._tickets):
             memory.zero_()
         self._jobs = [None] * len(self._jobs)
