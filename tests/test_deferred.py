@@ -94,6 +94,34 @@ def test_a_real_model(smollm2: Path) -> None:
     assert_exact(alone, tokens(got))
 
 
+@pytest.mark.slow
+def test_grammars_belong_to_the_rows_that_leave(smollm2: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    texts = [("The capital is ", "[0-9]{3}[a-z]+"), ("Once upon a time ", ""), ("Call ", "[(][0-9]{30}[)]")]
+    requests = [
+        Request(f"r{i}", list(tokenizer.encode(text * 8)), 4, arrive=i, sampling={"regex": regex} if regex else {})
+        for i, (text, regex) in enumerate(texts)
+    ]
+    options: dict[str, Any] = {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"}
+    with InProcessScheduler("plain", smollm2, **options) as scheduler:
+        expected = scheduler.run(requests)
+    moved: set[str] = set()
+
+    def to_host(scheduler: Any, step: int) -> None:
+        for req in scheduler.running_batch.reqs:
+            if req.rid not in moved and not req.finished() and scheduler.placement.move_to_host(req):
+                moved.add(req.rid)
+
+    with InProcessScheduler("neo", smollm2, **options, neo_deferred_slots=1, neo_check_integrity=True) as scheduler:
+        scheduler.scheduler.placement.rules = Rules(returns_per_step=0)
+        got = scheduler.run(requests, to_host)
+        state = scheduler.scheduler.neo_state()
+    assert len(moved) == 3 and state["host_tokens_total"] >= 6, state
+    assert_exact({name: result.reference() for name, result in expected.items()}, tokens(got))
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_more_host_rows_than_seats(tiny: Tiny, alone: Any, overlap: bool) -> None:
     """A device pool that holds three requests; the others pass through one slot, four at a time."""
