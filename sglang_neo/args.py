@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 NeoMode = Literal["auto", "gpu-only", "sync", "pipelined", "deferred"]
 HostKVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8"]
 
-#: Modes whose machinery does not exist yet.
-UNBUILT_MODES = ("pipelined",)
-
 #: Flags whose machinery does not exist yet.
 UNBUILT_FLAGS = ("neo_max_host_tpot", "neo_max_tpot")
 
@@ -58,8 +55,8 @@ class NeoServerArgs(ServerArgs):
             help="How the CPU takes part. gpu-only: not at all, as plain SGLang. Otherwise requests go on in host "
             "memory, with their attention on the CPU, when the GPU's KV pool is full. sync: the GPU waits for the CPU "
             "in each layer. deferred (APEX): they pass through --neo-deferred-slots, and the CPU has a step for each "
-            "layer. auto: deferred where slots are given and the model allows it, else sync. pipelined (NEO) is "
-            "refused until it exists."
+            "layer. pipelined (NEO): they ride in two lanes, and the CPU works for one while the GPU runs the other. "
+            "auto: deferred where slots are given and the model allows it, else sync."
         ),
     ] = "auto"
     neo_host_kv_size: A[
@@ -162,8 +159,6 @@ def check_neo_flags(args: NeoServerArgs, usable_cores: int, memory: int) -> None
         usable_cores: CPU cores this process may run on.
         memory: bytes of host memory this process may have.
     """
-    if args.neo_mode in UNBUILT_MODES:
-        raise UsageError(f"--neo-mode {args.neo_mode} does not exist yet; use auto or gpu-only")
     for field in (
         "neo_host_kv_size",
         "neo_host_kv_ratio",
@@ -179,8 +174,8 @@ def check_neo_flags(args: NeoServerArgs, usable_cores: int, memory: int) -> None
         raise UsageError(f"--neo-deferred-slots must not be negative, got {args.neo_deferred_slots}")
     if args.neo_mode == "deferred" and not args.neo_deferred_slots:
         raise UsageError("--neo-mode deferred needs --neo-deferred-slots, the rows of a step that host requests pass")
-    if args.neo_mode == "sync" and args.neo_deferred_slots:
-        raise UsageError("--neo-mode sync contradicts --neo-deferred-slots: drop one or the other")
+    if args.neo_mode in ("sync", "pipelined") and args.neo_deferred_slots:
+        raise UsageError(f"--neo-mode {args.neo_mode} contradicts --neo-deferred-slots: drop one or the other")
     given = given_host_flags(args)
     if args.neo_mode == "gpu-only" and given:
         raise UsageError(f"--neo-mode gpu-only contradicts {', '.join(given)}: drop one or the other")

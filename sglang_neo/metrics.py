@@ -20,7 +20,7 @@ class StepCounters:
     """Since the start."""
 
     host_tokens: int = 0  # output tokens of host rows
-    steps: dict[str, int] = field(default_factory=lambda: {"gpu_only": 0, "sync": 0, "deferred": 0})
+    steps: dict[str, int] = field(default_factory=lambda: {"gpu_only": 0, "sync": 0, "pipelined": 0, "deferred": 0})
 
 
 class NeoMetrics:
@@ -50,16 +50,15 @@ class NeoMetrics:
         self._steps_since_log = self._tokens_since_log = 0
         self._logged_at = time.perf_counter()
 
-    def count_decode(self, launched: LaunchedHostRows | None, mode: str) -> None:
+    def count_decode(self, launched: LaunchedHostRows | None) -> None:
         """One decode step whose result is being processed.
 
         Args:
             launched: what it had to do with the CPU, None if nothing.
-            mode: of steps that have.
         """
         host = len(launched.reqs) if launched is not None else 0
         self.counters.host_tokens += host
-        self.counters.steps[mode if launched is not None else "gpu_only"] += 1
+        self.counters.steps[launched.mode if launched is not None else "gpu_only"] += 1
         if not self._manager.has_host:
             return
         self._steps_since_log += 1

@@ -36,6 +36,7 @@ class LaunchedHostRows:
     epoch: int  # the newest step of the hand-off service that their tokens rest on
     refused: str | None  # why the service took no step; it ran without its host rows then
     launched_epoch: int = 0  # its own number there; 0 if refused
+    mode: str = "sync"
     #: Asked if it fails: host rows that have no token from it, but lose their work too.
     others: Callable[[], Iterable[Any]] = tuple
 

@@ -146,7 +146,7 @@ class NeoScheduler(Scheduler):
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         if batch.forward_mode.is_decode():
-            self.neo_metrics.count_decode(getattr(result, "neo_launched", None), self.active_mode)
+            self.neo_metrics.count_decode(getattr(result, "neo_launched", None))
         if self.server_args.neo_report_host_rows:
             report_host_rows(batch, result)
         if self.recovery is None:
@@ -169,7 +169,9 @@ class NeoScheduler(Scheduler):
     def active_mode(self) -> str:
         if not self.token_manager.has_host:
             return "gpu-only"
-        return "sync" if self.deferral is None else "deferred"
+        if self.deferral is not None:
+            return "deferred"
+        return "pipelined" if self.server_args.neo_mode == "pipelined" else "sync"
 
     def neo_state(self) -> dict[str, Any]:
         """The ``neo`` block of ``/server_info``: what runs here, as plain JSON values."""

@@ -20,6 +20,7 @@ from sglang_neo.host_kv.transfer import KVTransfer
 from sglang_neo.hybrid.deferred import DeferredAttention, hook_layers, not_deferrable
 from sglang_neo.hybrid.geometry import NoCpuAttention, attention_geometry, attention_layers
 from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.hybrid.pipelined import PipelinedAttention
 from sglang_neo.ranks import least_of_all_ranks
 from sglang_neo.refusals import gpu_only_reasons
 
@@ -89,7 +90,8 @@ def host_side(runner: Any) -> HostSide:
         )
         hook_layers(runner.model, attention)
     else:
-        attention = HostAttention(*common, runner.req_to_token_pool.size, args.neo_watchdog_timeout)
+        kind = PipelinedAttention if args.neo_mode == "pipelined" else HostAttention
+        attention = kind(*common, runner.req_to_token_pool.size, args.neo_watchdog_timeout)
     logger.info(
         f"Host KV Cache is allocated. dtype: {pool.geometry.dtype}, #tokens: {pool.pages * pool.geometry.page_tokens}, "
         f"KV size: {pool.bytes / (1 << 30):.2f} GB, CPU attention threads: {workers.threads}"

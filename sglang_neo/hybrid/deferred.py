@@ -25,7 +25,15 @@ import torch
 from cpu_kernels.workers import Step, WorkerPool
 from sglang_neo.hybrid.exchange import NO_ROW
 from sglang_neo.hybrid.geometry import AttentionGeometry
-from sglang_neo.hybrid.host_attention import _DONE, _HEADER, _READY, Emission, HostAttention, StepRefused
+from sglang_neo.hybrid.host_attention import (
+    _DONE,
+    _HEADER,
+    _READY,
+    Emission,
+    HostAttention,
+    StepRefused,
+    await_arrivals,
+)
 from sglang_neo.hybrid.parking import RECORDED_STEPS, Parked, parking_for
 from sglang_neo.token_manager import HostRow
 
@@ -163,11 +171,7 @@ class DeferredAttention(HostAttention):
 
     def launch_step(self, step: DeferredStep) -> int:
         """As ``launch``: tells the workers of a deferred step that is launched next. Raises StepRefused likewise."""
-        for rows in step.changed.values():
-            for row in rows:
-                if row is not None and row.arrival is not None:
-                    row.arrival.wait()
-                    row.arrival = None
+        await_arrivals(row for rows in step.changed.values() for row in rows if row is not None)
         self.rests_on = self._answering
         epoch = self._epoch + 1
         number = epoch & 0x7FFFFFFF
