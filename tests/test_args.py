@@ -71,7 +71,7 @@ def test_good_flags_pass(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"neo_mode": "pipelined"}, "--neo-mode pipelined does not exist yet; use auto or gpu-only"),
+        ({"neo_mode": "pipelined", "neo_deferred_slots": 2}, "--neo-mode pipelined contradicts --neo-deferred-slots"),
         ({"neo_mode": "deferred"}, "--neo-mode deferred needs --neo-deferred-slots"),
         ({"neo_mode": "sync", "neo_deferred_slots": 2}, "--neo-mode sync contradicts --neo-deferred-slots"),
         ({"neo_deferred_slots": -1}, "--neo-deferred-slots must not be negative, got -1"),
@@ -201,8 +201,8 @@ def test_the_command_line_goes_before_the_config_file(tiny: Tiny, tmp_path: Path
 
 def test_a_bad_value_in_the_config_file_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
-    file.write_text(f"model-path: {tiny('llama')}\nneo-mode: pipelined\n")
-    with pytest.raises(UsageError, match="pipelined does not exist yet"):
+    file.write_text(f"model-path: {tiny('llama')}\nneo-mode: deferred\n")
+    with pytest.raises(UsageError, match="deferred needs --neo-deferred-slots"):
         parse("--config", str(file))
 
 
