@@ -2,7 +2,9 @@
 # The serving bench on one H200 in ten minutes: plain SGLang and ours on the shapes of docs/benchmarking.md.
 #   [BUNDLE=folder] OUT=folder SGLANG_NEO_COMMIT=... bench/h200.sh SHAPE... [-- options of python -m bench.serving]
 # SHAPE: 8b, 8b-capped (26,400 tokens of KV), 70b-20 (20 layers, 13,600 tokens of KV), 70b. Environment: ROUNDS (2),
-# VARIANTS ("plain neo"), BACKEND (triton), RATES (the sweep's), COUNT (requests of a sweep's rate), SECONDS_PER_SHAPE.
+# VARIANTS ("plain neo"), SLOTS (adds neo:deferred with so many slots, e.g. "4 8"), BACKEND (triton), ROWS (most running
+# requests: the shape's; deferred mode wants slots * (layers + 1) more), RATES (the sweep's), COUNT (requests of a sweep's rate),
+# SECONDS_PER_SHAPE.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 shapes=() more=()
@@ -14,6 +16,7 @@ done
 . bench/gpu_setup.sh
 variants=()
 for name in ${VARIANTS:-plain neo}; do variants+=(--variant "$name"); done
+for slots in ${SLOTS:-}; do variants+=(--variant "neo:deferred=--neo-deferred-slots $slots"); done
 common=(
   --load-format dummy --skip-tokenizer-init --attention-backend "${BACKEND:-triton}" --sampling-backend pytorch
   --grammar-backend none --disable-prefill-cuda-graph --disable-radix-cache --context-length 8192
@@ -26,6 +29,7 @@ for name in "${shapes[@]}"; do
     70b) model=llama-3.1-70b rates=${RATES:-0.3/0.8} rows=48 flags=(--mem-fraction-static 0.975 --chunked-prefill-size 2048) ;;
     *) echo "error: no shape $name: there are 8b, 8b-capped, 70b-20, 70b" >&2; exit 2 ;;
   esac
+  rows=${ROWS:-$rows}
   log "$name"
   seconds=${SECONDS_PER_SHAPE:-540}
   # No run begins in the last third; one that still takes too long is stopped, and its servers with it.

@@ -21,11 +21,8 @@ from sglang_neo.refusals import gpu_only_reasons, refuse_flags, refuse_model
 
 logger = logging.getLogger(__name__)
 
-NeoMode = Literal["auto", "gpu-only", "pipelined", "deferred"]
+NeoMode = Literal["auto", "gpu-only", "sync", "pipelined", "deferred"]
 HostKVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8"]
-
-#: Modes whose machinery does not exist yet.
-UNBUILT_MODES = ("pipelined", "deferred")
 
 #: Flags whose machinery does not exist yet.
 UNBUILT_FLAGS = ("neo_max_host_tpot", "neo_max_tpot")
@@ -38,6 +35,7 @@ HOST_FLAGS = {
     "neo_host_prompt_tokens": None,
     "neo_host_prefill_rate": 12.0,
     "neo_cpu_threads": None,
+    "neo_deferred_slots": 0,
     "neo_max_host_tpot": None,
     "neo_max_tpot": None,
     "neo_watchdog_timeout": 30.0,
@@ -56,9 +54,11 @@ class NeoServerArgs(ServerArgs):
     neo_mode: A[
         NeoMode,
         Arg(
-            help="How the CPU takes part. gpu-only: not at all, as plain SGLang. auto: requests go on in host memory, "
-            "with their attention on the CPU, when the GPU's KV pool is full. pipelined (NEO) and deferred (APEX) are "
-            "refused until they exist."
+            help="How the CPU takes part. gpu-only: not at all, as plain SGLang. Otherwise requests go on in host "
+            "memory, with their attention on the CPU, when the GPU's KV pool is full. sync: the GPU waits for the CPU "
+            "in each layer. deferred (APEX): they pass through --neo-deferred-slots, and the CPU has a step for each "
+            "layer. pipelined (NEO): they ride in two lanes, and the CPU works for one while the GPU runs the other. "
+            "auto: deferred where slots are given and the model allows it, else sync."
         ),
     ] = "auto"
     neo_host_kv_size: A[
@@ -96,6 +96,14 @@ class NeoServerArgs(ServerArgs):
         int | None,
         Arg(help="CPU threads for attention, per machine. Default: all cores but one per rank."),
     ] = None
+    neo_deferred_slots: A[
+        int,
+        Arg(
+            help="Rows of each decode step that requests in host memory pass through in deferred mode: with L layers, "
+            "up to slots * (L + 1) of them, each with a token every L + 1 steps. 0 (for now the default): no deferred "
+            "mode."
+        ),
+    ] = 0
     neo_max_host_tpot: A[
         float | None,
         Arg(
@@ -128,7 +136,8 @@ class NeoServerArgs(ServerArgs):
     neo_check_integrity: A[
         bool,
         Arg(
-            help="For debugging: after every step, check that no KV page of either pool is lost or has two owners; a "
+            help="For debugging: after every step, check that no KV page of either pool is lost or has two owners and, "
+            "in deferred mode, that every hand-off was of the request, layer and position that it was meant for; a "
             "violation stops the server. Slow."
         ),
     ] = False
@@ -167,8 +176,6 @@ def check_neo_flags(args: NeoServerArgs, usable_cores: int, memory: int) -> None
         usable_cores: CPU cores this process may run on.
         memory: bytes of host memory this process may have.
     """
-    if args.neo_mode in UNBUILT_MODES:
-        raise UsageError(f"--neo-mode {args.neo_mode} does not exist yet; use auto or gpu-only")
     for field in (
         "neo_host_kv_size",
         "neo_host_kv_ratio",
@@ -182,6 +189,12 @@ def check_neo_flags(args: NeoServerArgs, usable_cores: int, memory: int) -> None
         value = getattr(args, field)
         if value is not None and not value > 0:
             raise UsageError(f"{flag_name(field)} must be greater than 0, got {value}")
+    if args.neo_deferred_slots < 0:
+        raise UsageError(f"--neo-deferred-slots must not be negative, got {args.neo_deferred_slots}")
+    if args.neo_mode == "deferred" and not args.neo_deferred_slots:
+        raise UsageError("--neo-mode deferred needs --neo-deferred-slots, the rows of a step that host requests pass")
+    if args.neo_mode in ("sync", "pipelined") and args.neo_deferred_slots:
+        raise UsageError(f"--neo-mode {args.neo_mode} contradicts --neo-deferred-slots: drop one or the other")
     given = given_host_flags(args)
     if args.neo_mode == "gpu-only" and given:
         raise UsageError(f"--neo-mode gpu-only contradicts {', '.join(given)}: drop one or the other")

@@ -11,6 +11,8 @@ process.
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +23,17 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResul
 from sglang.srt.mem_cache.allocation import alloc_for_decode, alloc_for_extend, alloc_req_slots
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_neo.token_manager import NeoTokenManager, host_row
+
+#: What SGLang's penalizers (sampling/penaltylib) change with every token, ``[rows, ...]``.
+_PENALTY_STATE = (
+    "cumulated_frequency_penalties",
+    "cumulated_presence_penalties",
+    "cumulated_repetition_penalties",
+    "len_output_tokens",
+)
 
 
 def install() -> None:
@@ -92,6 +103,17 @@ def alloc_for_host_extend(batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Ten
 class NeoScheduleBatch(ScheduleBatch):
     """A decode batch whose rows may be host rows."""
 
+    sampling_info: Any
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    orig_seq_lens: torch.Tensor
+    #: Its rows are decoded in parts (``part_of``), each prepared by itself: sglang_neo/deferral.py.
+    neo_in_parts = False
+    #: Of a part: the batch that it is of.
+    neo_whole: NeoScheduleBatch | None = None
+    #: Of a part that is a deferred step: ``sglang_neo.hybrid.deferred.DeferredStep``.
+    neo_step: Any = None
+
     @staticmethod
     def adopt(batch: ScheduleBatch) -> None:
         """Makes SGLang's batch ours, in place: SGLang makes them in many places."""
@@ -113,12 +135,55 @@ class NeoScheduleBatch(ScheduleBatch):
         return bool(super().check_decode_mem(selected_indices))
 
     def prepare_for_decode(self) -> None:
+        if self.neo_in_parts:
+            return
         super().prepare_for_decode()
         manager = manager_of(self.token_to_kv_pool_allocator)
         if manager is not None:
             for req in self.reqs:
                 if host_row(req) is not None:
                     manager.grow(req)
+
+    def part_of(self, index: Sequence[int]) -> NeoScheduleBatch:
+        """A batch of some of the rows, in their order here, prepared for a decode step that has no others.
+
+        Lengths and penalties of these rows advance here too. Host rows among them have room for their token already.
+
+        Args:
+            index: ascending; none give a batch without rows, which can be run all the same.
+        """
+        part = copy.copy(self)
+        part.neo_in_parts, part.neo_whole = False, self
+        part.sampling_info = copy.copy(self.sampling_info)
+        orchestrator = part.sampling_info.penalizer_orchestrator = copy.copy(self.sampling_info.penalizer_orchestrator)
+        orchestrator.batch = part
+        orchestrator.penalizers = {kind: copy.copy(p) for kind, p in orchestrator.penalizers.items()}
+        for penalizer in orchestrator.penalizers.values():
+            penalizer._orchestrator_ref = weakref.ref(orchestrator)
+        if not index:
+            part.reqs, part.return_logprob, part.has_grammar = [], False, False
+            part.prepare_for_idle()
+            part.forward_mode = ForwardMode.DECODE
+            return part
+        part.filter_batch(keep_indices=list(index))
+        ScheduleBatch.prepare_for_decode(part)
+        for req in part.reqs:
+            if host_row(req) is not None:
+                req.kv_committed_len = req.kv.kv_allocated_len = 0  # SGLang counts a decoded token as device KV
+        at_cpu = torch.tensor(index, dtype=torch.int64)
+        at = at_cpu.to(self.device, non_blocking=True)
+        # New tensors, as in SGLang: a forward in flight may be reading the old ones.
+        self.seq_lens = self.seq_lens.index_copy(0, at, part.seq_lens)
+        self.orig_seq_lens = self.orig_seq_lens.index_copy(0, at, part.orig_seq_lens)
+        self.seq_lens_cpu = self.seq_lens_cpu.index_copy(0, at_cpu, part.seq_lens_cpu)
+        self.seq_lens_sum = None
+        for kind, penalizer in orchestrator.penalizers.items():
+            whole = vars(self.sampling_info.penalizer_orchestrator.penalizers[kind])
+            for name in _PENALTY_STATE:
+                state = vars(penalizer).get(name)
+                if state is not None and state is not whole[name]:  # the same where the part is the whole
+                    whole[name].index_copy_(0, at, state)
+        return part
 
 
 class _HostSlots:

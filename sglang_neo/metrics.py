@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_neo.hybrid.host_attention import CpuTimes
-from sglang_neo.recovery import Recovery
-from sglang_neo.token_manager import NeoTokenManager, host_row
+from sglang_neo.recovery import LaunchedHostRows, Recovery
+from sglang_neo.token_manager import NeoTokenManager
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class StepCounters:
     """Since the start."""
 
     host_tokens: int = 0  # output tokens of host rows
-    steps: dict[str, int] = field(default_factory=lambda: {"gpu_only": 0, "sync": 0})
+    steps: dict[str, int] = field(default_factory=lambda: {"gpu_only": 0, "sync": 0, "pipelined": 0, "deferred": 0})
 
 
 class NeoMetrics:
@@ -50,19 +50,23 @@ class NeoMetrics:
         self._steps_since_log = self._tokens_since_log = 0
         self._logged_at = time.perf_counter()
 
-    def count_decode(self, batch: Any) -> None:
-        """One decode step whose result is being processed."""
-        host = sum(host_row(req) is not None for req in batch.reqs)
+    def count_decode(self, launched: LaunchedHostRows | None) -> None:
+        """One decode step whose result is being processed.
+
+        Args:
+            launched: what it had to do with the CPU, None if nothing.
+        """
+        host = len(launched.reqs) if launched is not None else 0
         self.counters.host_tokens += host
-        self.counters.steps["sync" if host else "gpu_only"] += 1
+        self.counters.steps[launched.mode if launched is not None else "gpu_only"] += 1
         if not self._manager.has_host:
             return
         self._steps_since_log += 1
         self._tokens_since_log += host
         if self._published is not None:
-            self._published.update(self.counters, self._manager, self.cpu_times() if host else None, self._recovery)
+            self._published.update(self.counters, self._manager, self.cpu_times() if launched else None, self._recovery)
         if self._log_interval and self._steps_since_log >= self._log_interval:
-            self._log(host)
+            self._log(len(self._manager.host_rows()))
 
     def cpu_times(self) -> CpuTimes:
         """Zero without host rows."""

@@ -22,7 +22,11 @@ from sglang_neo import token_manager
 from sglang_neo.host_kv import limits
 from sglang_neo.hybrid import assemble
 from sglang_neo.hybrid.backend import hide_host_rows, make_hybrid
+from sglang_neo.hybrid.deferred import DeferredAttention, DeferredEmission, DeferredStep, rows_of_output
 from sglang_neo.hybrid.host_attention import StepRefused
+from sglang_neo.hybrid.parity import check_parity
+from sglang_neo.hybrid.pipelined import Lanes, LaneSizes, PipelinedAttention, lay_out
+from sglang_neo.planning.lanes import lane_a, second_lane
 from sglang_neo.recovery import LaunchedHostRows
 from sglang_neo.refusals import gpu_only_reasons
 from sglang_neo.token_manager import NeoReqToTokenPool, host_row
@@ -107,6 +111,8 @@ class NeoModelRunner(ModelRunner):
     neo_rows: HostBatchRows | None = None
     #: The same: requests of a prefill batch that goes to host memory.
     neo_prompts: Sequence[Any] | None = None
+    #: The same: a deferred step.
+    neo_step: DeferredStep | None = None
     neo_launched: LaunchedHostRows | None = None
 
     def init_kv_cache_configurator(self) -> None:
@@ -136,6 +142,12 @@ class NeoModelRunner(ModelRunner):
         if self.neo_host is not None:
             host = self.neo_host
             make_hybrid(self.attn_backend, host.attention, host.prefill, host.first_layer)
+            if isinstance(host.attention, DeferredAttention):
+                try:
+                    check_parity(self, host.attention)
+                except Exception:
+                    self.neo_close()
+                    raise
 
     def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         rows, self.neo_rows = self.neo_rows, None
@@ -150,11 +162,16 @@ class NeoModelRunner(ModelRunner):
                 self._no_static_buffers(),
             ):
                 return super().forward(forward_batch, *args, **kwargs)
+        step, self.neo_step = self.neo_step, None
+        if step is not None:
+            return self._forward_deferred(forward_batch, step, *args, **kwargs)
         if rows is None:
             return super().forward(forward_batch, *args, **kwargs)
         assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
         self.neo_host.transfer.settle()
         attention = self.neo_host.attention
+        if isinstance(attention, PipelinedAttention) and (lanes := self._lanes(rows, forward_batch)) is not None:
+            return self._forward_in_lanes(forward_batch, attention, rows, lanes, *args, **kwargs)
         refused = None
         try:
             attention.launch([req.neo_host_row for req in rows.reqs], rows.index)
@@ -169,6 +186,98 @@ class NeoModelRunner(ModelRunner):
         # A graph has its hand-offs in it; else each layer's attention must have come by.
         if layers.received != (0 if output.can_run_graph else attention.geometry.layers):
             raise RuntimeError(f"a step handed over host rows of {layers.received} layers")
+        return output
+
+    def _lanes(self, rows: HostBatchRows, forward_batch: Any) -> Lanes | None:
+        """Who rides where; None: one lane is better."""
+        tokens = [req.neo_host_row.tokens for req in rows.reqs]
+        in_b = second_lane(tokens, forward_batch.batch_size, self._lane_buckets)
+        if in_b == 0:
+            return None
+        at_host = set(rows.index)
+        device = [at for at in range(forward_batch.batch_size) if at not in at_host]
+        return Lanes([*device, *rows.index[:-in_b]], rows.index[-in_b:])
+
+    @property
+    def _lane_buckets(self) -> Sequence[tuple[int, int]]:
+        """Of the graphs in two lanes; none where they run eagerly."""
+        return getattr(self.decode_cuda_graph_runner, "lane_buckets", ())
+
+    def _forward_in_lanes(
+        self,
+        forward_batch: Any,
+        attention: PipelinedAttention,
+        rows: HostBatchRows,
+        lanes: Lanes,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        padded = lane_a(forward_batch.batch_size, len(lanes.b), self._lane_buckets)
+        sizes = LaneSizes(padded or len(lanes.a), len(lanes.b))
+        of_req = {at: req.neo_host_row for at, req in zip(rows.index, rows.reqs, strict=True)}
+        index = [[place for place, at in enumerate(lane) if at in of_req] for lane in (lanes.a, lanes.b)]
+        refused = None
+        try:
+            attention.launch_lanes([[of_req[at] for at in lane if at in of_req] for lane in (lanes.a, lanes.b)], index)
+        except StepRefused as reason:
+            refused = str(reason)
+        self.neo_launched = LaunchedHostRows(rows.reqs, attention.launched_epoch, refused, mode="pipelined")
+        at_cpu = torch.tensor(rows.index)
+        hide_host_rows(forward_batch, at_cpu.to(forward_batch.input_ids.device, non_blocking=True), at_cpu)
+        if refused is not None:
+            return super().forward(forward_batch, *args, **kwargs)
+        whole, places = lay_out(forward_batch, lanes, sizes)
+        with self._graphs_in_lanes(attention, sizes, captured=padded is not None):
+            output = super().forward(whole, *args, **kwargs)
+        if output.can_run_graph != (padded is not None):
+            raise RuntimeError("a step in two lanes did not run as it was meant to")
+        if places is not None:
+            output.logits_output = rows_of_output(output.logits_output, places)
+        return output
+
+    @contextlib.contextmanager
+    def _graphs_in_lanes(self, attention: PipelinedAttention, sizes: LaneSizes, captured: bool) -> Iterator[None]:
+        """For a forward in two lanes: its graph, or the model's forward in lanes where SGLang runs it eagerly."""
+        runner, attention.sizes = self.decode_cuda_graph_runner, sizes
+        try:
+            if captured:
+                with runner.lanes(sizes):
+                    yield
+                return
+            self.decode_cuda_graph_runner = None
+            self.model.forward = attention.in_lanes(self.model.forward, sizes)
+            try:
+                yield
+            finally:
+                del self.model.forward
+                self.decode_cuda_graph_runner = runner
+        finally:
+            attention.sizes = None
+
+    def _forward_deferred(self, forward_batch: Any, step: DeferredStep, *args: Any, **kwargs: Any) -> Any:
+        assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
+        attention = self.neo_host.attention
+        assert isinstance(attention, DeferredAttention)
+        self.neo_host.transfer.settle()
+        refused, epoch = None, 0
+        try:
+            epoch = attention.launch_step(step)
+        except StepRefused as reason:
+            refused = str(reason)
+        self.neo_launched = LaunchedHostRows(step.reqs, attention.rests_on, refused, epoch, "deferred", step.others)
+        whole, rows = attention.with_slots(forward_batch, step)
+        if refused is not None:
+            output = super().forward(whole, *args, **kwargs)
+        else:
+            with self._graphs_with_handoffs(), attention.emitting(attention.slots) as layers:
+                output = super().forward(whole, *args, **kwargs)
+            assert isinstance(layers, DeferredEmission)
+            expected = 0 if output.can_run_graph else attention.geometry.layers
+            if not layers.received == layers.swapped == expected:
+                raise RuntimeError(
+                    f"a deferred step exchanged rows in {layers.received} layers and residuals in {layers.swapped}"
+                )
+        output.logits_output = rows_of_output(output.logits_output, rows)
         return output
 
     @contextlib.contextmanager
@@ -225,11 +334,13 @@ class NeoTpModelWorker(TpModelWorker):
         )
 
     def forward_batch_generation(self, batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
-        rows = host_batch_rows(batch) if batch is not None and batch.forward_mode.is_decode() else None
-        self.model_runner.neo_rows, self.model_runner.neo_launched = rows, None
-        self.model_runner.neo_prompts = host_prompts(batch) if batch is not None else None
+        runner, step = self.model_runner, getattr(batch, "neo_step", None)
+        decode = step is None and batch is not None and batch.forward_mode.is_decode()
+        runner.neo_rows = host_batch_rows(batch) if decode else None
+        runner.neo_prompts = host_prompts(batch) if batch is not None else None
+        runner.neo_step, runner.neo_launched = step, None
         result = super().forward_batch_generation(batch, *args, **kwargs)
-        result.neo_launched = self.model_runner.neo_launched
+        result.neo_launched = runner.neo_launched
         return result
 
     def get_worker_info(self) -> tuple[Any, ...]:

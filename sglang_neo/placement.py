@@ -53,8 +53,13 @@ class Placement:
         return steps
 
     @property
+    def paused(self) -> bool:
+        """Whether the CPU side is given a rest after a failure."""
+        return self._step < self._paused_until
+
+    @property
     def _open(self) -> bool:
-        return self._manager.has_host and self._step >= self._paused_until
+        return self._manager.has_host and not self.paused
 
     # -- prompts ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,12 @@ class LaunchedHostRows:
     """What a step that was launched has to do with the CPU."""
 
     reqs: Sequence[Any]  # its host rows, when it was launched
-    epoch: int  # of the hand-off service
+    epoch: int  # the newest step of the hand-off service that their tokens rest on
     refused: str | None  # why the service took no step; it ran without its host rows then
+    launched_epoch: int = 0  # its own number there; 0 if refused
+    mode: str = "sync"
+    #: Asked if it fails: host rows that have no token from it, but lose their work too.
+    others: Callable[[], Iterable[Any]] = tuple
 
 
 class Recovery:
@@ -50,6 +54,7 @@ class Recovery:
     def __init__(self, scheduler: Any, attention: Any, pause: Any, over: Any):
         self._scheduler, self._attention, self._pause, self._over = scheduler, attention, pause, over
         self._failed: list[Any] = []
+        self._broken = False
         self._reason = ""
         self._in_a_row = 0
         self.failed_steps = 0
@@ -62,7 +67,9 @@ class Recovery:
         """Around SGLang's processing of a result: passes over host rows whose step failed."""
         launched: LaunchedHostRows | None = getattr(result, "neo_launched", None)
         if launched is not None:
-            self._judge(launched, result)
+            if result.copy_done is not None:
+                result.copy_done.synchronize()
+            self._judge(launched)
         scheduler = self._scheduler
         processor = scheduler.batch_result_processor
         if self._failed:
@@ -73,20 +80,23 @@ class Recovery:
         finally:
             scheduler.batch_result_processor = processor
 
-    def _judge(self, launched: LaunchedHostRows, result: Any) -> None:
-        if result.copy_done is not None:
-            result.copy_done.synchronize()
+    def settle(self, epoch: int) -> None:
+        """Judges a step that no token rests on, so that its failure is known too and what it named becomes free."""
+        self._judge(LaunchedHostRows((), epoch, None))
+
+    def _judge(self, launched: LaunchedHostRows) -> None:
         reason = launched.refused or self._attention.failure(launched.epoch)
         # A rank that had no trouble throws the step away too.
         if least_of_all_ranks(self._runner, 1 if reason is None else 0):
             self._in_a_row = 0
-            if not self._failed:  # else a worker may be busy with a step before it, until ``restart``
+            if not self._broken:  # else a worker may be busy with a step before it, until ``restart``
                 self._over(launched.epoch)
             return
         self.failed_steps += 1
-        if not self._failed:  # the step behind it fails because this one did
+        if not self._broken:  # the step behind it fails because this one did
             self._reason = reason or "another rank's CPU work failed"
-        for req in launched.reqs:
+        self._broken = True
+        for req in (*launched.reqs, *launched.others()):
             if not (req.finished() or req.is_retracted):
                 req.is_retracted = True
                 self._failed.append(req)
@@ -95,8 +105,8 @@ class Recovery:
 
     @property
     def pending(self) -> bool:
-        """Whether rows wait for ``restart``."""
-        return bool(self._failed)
+        """Whether a step has failed, and ``restart`` is to be called."""
+        return self._broken
 
     def in_flight(self, last_batch: Any) -> bool:
         """Whether a decode step is in flight, which may have the failed rows in it."""
@@ -114,7 +124,7 @@ class Recovery:
         Raises RuntimeError if the workers do not come back.
         """
         scheduler = self._scheduler
-        failed, self._failed = {id(req) for req in self._failed}, []
+        failed, self._failed, self._broken = {id(req) for req in self._failed}, [], False
         leaving = [i for i, req in enumerate(running_batch.reqs) if id(req) in failed and not req.finished()]
         reqs = [running_batch.reqs[i] for i in leaving]
         if str(scheduler.device).startswith("cuda"):

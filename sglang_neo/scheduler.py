@@ -14,6 +14,8 @@ from sglang.srt.managers.scheduler import Scheduler
 from cpu_kernels import choose_isa
 from sglang_neo import __version__, batching, seams
 from sglang_neo.batching import NeoScheduleBatch
+from sglang_neo.deferral import Deferral
+from sglang_neo.hybrid.deferred import DeferredAttention
 from sglang_neo.metrics import NeoMetrics
 from sglang_neo.model_runner import NeoTpModelWorker
 from sglang_neo.placement import Placement
@@ -59,6 +61,9 @@ class NeoScheduler(Scheduler):
             if attention is not None
             else None
         )
+        self.deferral = (
+            Deferral(self, attention, self.token_manager) if isinstance(attention, DeferredAttention) else None
+        )
         if attention is not None:
             extend_profiler(self.profiler_manager, attention)
         self.neo_metrics = NeoMetrics(
@@ -75,6 +80,15 @@ class NeoScheduler(Scheduler):
         )
 
     @property
+    def last_batch(self) -> Any:
+        """As after any decode step, the running batch where the last step was a part of it: SGLang counts both."""
+        return self._last_batch
+
+    @last_batch.setter
+    def last_batch(self, batch: Any) -> None:
+        self._last_batch = getattr(batch, "neo_whole", None) or batch
+
+    @property
     def token_manager(self) -> NeoTokenManager:
         manager: NeoTokenManager = self.token_to_kv_pool_allocator.token_manager
         return manager
@@ -83,11 +97,19 @@ class NeoScheduler(Scheduler):
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
         self.placement.begin_step(last_batch)
+        if self.deferral is not None:
+            assert self.recovery is not None
+            self.deferral.settle(self.recovery)
         if self.recovery is not None and self.recovery.pending:
             if self.recovery.in_flight(last_batch):
                 return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
             self.recovery.restart(running_batch)
-        return super().get_next_batch_to_run(running_batch, last_batch)
+            if self.deferral is not None:
+                self.deferral.clear()
+        plan = super().get_next_batch_to_run(running_batch, last_batch)
+        if self.deferral is not None and plan.batch_to_run is plan.running_batch:  # decode: prefills are other batches
+            plan.batch_to_run = self.deferral.next_part(plan.running_batch, self.placement.paused)
+        return plan
 
     def _get_new_batch_prefill_raw(self, *, prefill_delayer_single_pass: Any, running_batch: Any) -> Any:
         NeoScheduleBatch.adopt(running_batch)
@@ -128,6 +150,9 @@ class NeoScheduler(Scheduler):
     def update_running_batch(self, batch: Any) -> Any:
         NeoScheduleBatch.adopt(batch)
         before = batch.batch_size()
+        if self.deferral is not None:
+            batch.neo_in_parts = True
+            self.deferral.finish_aborted(batch)
         batch.filter_batch()
         if batch.batch_size() < before:
             batch.batch_is_full = False
@@ -147,15 +172,32 @@ class NeoScheduler(Scheduler):
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         if batch.forward_mode.is_decode():
-            self.neo_metrics.count_decode(batch)
+            self.neo_metrics.count_decode(getattr(result, "neo_launched", None))
         if self.server_args.neo_report_host_rows:
             report_host_rows(batch, result)
         if self.recovery is None:
             return super().process_batch_result(batch, result)
         with self.recovery.publishing(result):
             super().process_batch_result(batch, result)
+        if self.deferral is not None:
+            self.deferral.processed(result)
+
+    def get_num_allocatable_reqs(self, running_bs: int) -> int:
+        """SGLang's, less slot rows that no host row has: a deferred step has them in its batch all the same."""
+        res: int = super().get_num_allocatable_reqs(running_bs)
+        if self.deferral is not None:
+            res -= max(0, self.deferral.slots - len(self.token_manager.host_rows()))
+        return res
 
     # -- what it says about itself ----------------------------------------------------------------------------
+
+    @property
+    def active_mode(self) -> str:
+        if not self.token_manager.has_host:
+            return "gpu-only"
+        if self.deferral is not None:
+            return "deferred"
+        return "pipelined" if self.server_args.neo_mode == "pipelined" else "sync"
 
     def neo_state(self) -> dict[str, Any]:
         """The ``neo`` block of ``/server_info``: what runs here, as plain JSON values."""
@@ -164,7 +206,7 @@ class NeoScheduler(Scheduler):
             "version": __version__,
             "sglang_version": seams.sglang_version(),
             "neo_mode": self.server_args.neo_mode,
-            "active_mode": "sync" if manager.has_host else "gpu-only",
+            "active_mode": self.active_mode,
             "gpu_only_reason": self.tp_worker.model_runner.neo_gpu_only_reason,
             "device": str(self.device),
             "attention_backend": self.server_args.attention_backend,
@@ -189,6 +231,7 @@ class NeoScheduler(Scheduler):
             "failed_steps": self.recovery.failed_steps if self.recovery is not None else 0,
             "restarted_reqs": self.recovery.restarted_reqs if self.recovery is not None else 0,
             "steps_total": dict(self.neo_metrics.counters.steps),
+            "steps_behind_total": self.deferral.counters.behind if self.deferral is not None else 0,
             "cpu_seconds": dataclasses.asdict(self.neo_metrics.cpu_times()),
         }
 

@@ -63,6 +63,8 @@ class HostRow:
 
     pages: list[int]
     tokens: int  # whose KV is there, or is appended by the step that runs
+    #: The newest token is on its way through the layers (deferred mode): its KV is in some of them only.
+    mid_token: bool = False
     #: The first so many pages belong to the host's radix cache, where the row locks ``node``.
     cached_pages: int = 0
     node: Any = None
@@ -257,13 +259,14 @@ class NeoTokenManager:
         """Makes a host row a device row; to be called like ``move_to_host``. False if the device pool is full."""
         row = host_row(req)
         assert row is not None
-        needed = self.device_footprint(row.tokens)
+        needed = self.device_footprint(row.tokens - row.mid_token)
         evict_from_tree_cache(tree_cache, needed)
         slots = self._allocator.alloc(needed)
         if slots is None:
             return False
         assert self._steps is not None
         self._steps.wait_launched()  # one in flight may be appending to the row
+        row.tokens, row.mid_token = row.tokens - row.mid_token, False  # it begins anew on the device
         slots = slots[: row.tokens].to(torch.int64)
         departure = self._transfer.to_device(row.pages[: -(-row.tokens // self._page_tokens)], slots)
         req_to_token_pool.write((req.req_pool_idx, slice(0, row.tokens)), slots.to(torch.int32))
@@ -350,7 +353,8 @@ class NeoTokenManager:
     def can_grow(self, reqs: Iterable[Any]) -> bool:
         """Whether host memory has room for one more token of every host row among ``reqs``."""
         rows = (host_row(req) for req in reqs)
-        needed = sum(1 for row in rows if row is not None and row.tokens % self._page_tokens == 0)
+        growing = (row for row in rows if row is not None and not row.mid_token)
+        needed = sum(1 for row in growing if row.tokens % self._page_tokens == 0)
         return needed * self._page_tokens <= self.host_available()
 
     def grow(self, req: Any) -> None:

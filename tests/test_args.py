@@ -58,6 +58,9 @@ def check(**given: Any) -> None:
         {"neo_host_kv_ratio": 0.5},
         {"neo_host_kv_dtype": "int8"},
         {"neo_cpu_threads": CORES},
+        {"neo_mode": "sync"},
+        {"neo_mode": "deferred", "neo_deferred_slots": 8},
+        {"neo_deferred_slots": 1},
         {"neo_max_host_tpot": 200.0, "neo_max_tpot": 20.0},
     ],
 )
@@ -68,8 +71,10 @@ def test_good_flags_pass(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"neo_mode": "pipelined"}, "--neo-mode pipelined does not exist yet; use auto or gpu-only"),
-        ({"neo_mode": "deferred"}, "--neo-mode deferred does not exist yet"),
+        ({"neo_mode": "pipelined", "neo_deferred_slots": 2}, "--neo-mode pipelined contradicts --neo-deferred-slots"),
+        ({"neo_mode": "deferred"}, "--neo-mode deferred needs --neo-deferred-slots"),
+        ({"neo_mode": "sync", "neo_deferred_slots": 2}, "--neo-mode sync contradicts --neo-deferred-slots"),
+        ({"neo_deferred_slots": -1}, "--neo-deferred-slots must not be negative, got -1"),
         ({"neo_host_kv_size": 0.0}, "--neo-host-kv-size must be greater than 0, got 0.0"),
         ({"neo_host_kv_size": float("nan")}, "--neo-host-kv-size must be greater than 0"),
         ({"neo_host_kv_ratio": -1.0}, "--neo-host-kv-ratio must be greater than 0"),
@@ -97,6 +102,7 @@ def test_bad_flags_are_refused(given: dict[str, Any], message: str) -> None:
         ("neo_host_kv_ratio", 1.0),
         ("neo_host_kv_dtype", "int8"),
         ("neo_cpu_threads", 2),
+        ("neo_deferred_slots", 8),
         ("neo_max_host_tpot", 100.0),
         ("neo_max_tpot", 10.0),
     ],
@@ -196,7 +202,7 @@ def test_the_command_line_goes_before_the_config_file(tiny: Tiny, tmp_path: Path
 def test_a_bad_value_in_the_config_file_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(f"model-path: {tiny('llama')}\nneo-mode: deferred\n")
-    with pytest.raises(UsageError, match="deferred does not exist yet"):
+    with pytest.raises(UsageError, match="deferred needs --neo-deferred-slots"):
         parse("--config", str(file))
 
 

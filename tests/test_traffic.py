@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.hybrid.deferred import DeferredAttention
+from sglang_neo.hybrid.host_attention import HostAttention, StepRefused
 from sglang_neo.planning.placement import Rules
 from tests.harness.exact import assert_exact
 from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request
@@ -59,9 +60,32 @@ class SometimesRefuses:
         monkeypatch.setattr(HostAttention, "_descriptor", descriptor)
 
 
+class SometimesRefusesDeferred:
+    """The same for deferred steps: from a refusal on, none is taken until the service has been reset."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, rate: float = 0.01):
+        self._rng, self._rate, self.refused, self._poisoned = random.Random(seed), rate, 0, False
+        launch, reset = DeferredAttention.launch_step, DeferredAttention.reset
+
+        def refusing(attention: Any, step: Any) -> int:
+            if self._poisoned or self._rng.random() < self._rate:
+                self.refused, self._poisoned = self.refused + 1, True
+                raise StepRefused("refused by the test")
+            return launch(attention, step)
+
+        def healing(attention: Any, timeout_s: float) -> bool:
+            self._poisoned = False
+            return reset(attention, timeout_s)
+
+        monkeypatch.setattr(DeferredAttention, "launch_step", refusing)
+        monkeypatch.setattr(DeferredAttention, "reset", healing)
+
+
+@pytest.mark.parametrize("slots", [0, 2], ids=["sync", "deferred"])
 @pytest.mark.parametrize("seed", range(int(os.environ.get("NEO_TEST_SEEDS", "2"))))
 @pytest.mark.timeout(max(300, STEPS))
-def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, seed: int, slots: int) -> None:
+    """Deferred steps with every hand-off audited."""
     rng = random.Random(1000 + seed)
     prefixes = [random_prompt(rng, 90) for _ in range(3)]
     options: dict[str, Any] = {
@@ -73,7 +97,11 @@ def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPat
         "neo_host_kv_size": 10 * 64 * 2 * 2 * 16 * 3 * 4 / 1e9,  # ten pages
     }
     print(f"seed {seed}: {options}")
-    moves, refusals = RandomMoves(seed, rate=0.03), SometimesRefuses(seed, monkeypatch)
+    if slots:
+        options |= {"neo_deferred_slots": slots, "neo_check_integrity": True}
+        options["neo_host_kv_size"] *= 1.101  # one page is nobody's
+    moves = RandomMoves(seed, rate=0.03)
+    refusals: Any = None if slots else SometimesRefuses(seed, monkeypatch)
     compared: list[Request] = []
     got: dict[str, list[int]] = {}
     steps = rounds = retractions = 0
@@ -81,6 +109,8 @@ def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPat
         manager, recovery = scheduler.scheduler.token_manager, scheduler.scheduler.recovery
         scheduler.scheduler.placement.rules = Rules(pause_steps=2, cooldown_steps=6, return_steps=16)
         before = manager.host_usage()
+        if slots:  # after the trial at start
+            refusals = SometimesRefusesDeferred(seed, monkeypatch)
         while steps < STEPS:
             requests = round_of_requests(rng, prefixes, rounds)
             results = scheduler.run(requests, moves)

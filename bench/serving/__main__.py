@@ -7,8 +7,8 @@
     python -m bench.serving --self-test
 
 Variants are plain (SGLang), neo (ours), neo:MODE (``--neo-mode MODE``), each with flags of its own after an equals
-sign: ``--variant "neo=--neo-host-kv-size 8"``. The first is what the others' ratios are against. Each round runs all
-variants on all workloads; the order of the variants turns round from round to round. With --together all servers are
+sign: ``--variant "neo:deferred=--neo-deferred-slots 8"``. The first is what the others' ratios are against. Each round
+runs all variants on all workloads; the order of the variants turns round from round to round. With --together all are
 up at the same time and only one is asked at a time: right for small models, where a start takes longer than a run. The
 result is written after every run, so one that is cut short leaves what it had.
 

@@ -17,8 +17,10 @@ from sglang_neo.host_kv.memory import HostMemory, HostMemoryError, largest_host_
 from sglang_neo.host_kv.pages import HostPages
 from sglang_neo.host_kv.pool import HostKVPool, UnsupportedKV
 from sglang_neo.host_kv.transfer import KVTransfer
+from sglang_neo.hybrid.deferred import DeferredAttention, hook_layers, not_deferrable
 from sglang_neo.hybrid.geometry import NoCpuAttention, attention_geometry, attention_layers
 from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.hybrid.pipelined import PipelinedAttention
 from sglang_neo.hybrid.prefill import HostPrefill
 from sglang_neo.ranks import least_of_all_ranks
 from sglang_neo.refusals import gpu_only_reasons
@@ -73,13 +75,27 @@ def host_side(runner: Any) -> HostSide:
         memory, pool = _pool(runner, device)
     except (NoCpuAttention, UnsupportedKV) as missing:
         raise GpuOnly(str(missing)) from None
+    pages = pool.pages
+    deferred = _deferred_slots(runner, pool)
     workers = _workers(runner)
-    max_rows = runner.req_to_token_pool.size
-    attention = HostAttention(
-        geometry, pool, workers, str(runner.device), runner.dtype, max_rows, args.neo_watchdog_timeout
-    )
+    common = geometry, pool, workers, str(runner.device), runner.dtype
+    attention: HostAttention
+    if deferred:
+        pages -= 1
+        attention = DeferredAttention(
+            *common,
+            args.neo_watchdog_timeout,
+            slots=deferred,
+            hidden_size=runner.model_config.hidden_size,
+            spare_page=pages,
+            record=args.neo_check_integrity,
+        )
+        hook_layers(runner.model, attention)
+    else:
+        kind = PipelinedAttention if args.neo_mode == "pipelined" else HostAttention
+        attention = kind(*common, runner.req_to_token_pool.size, args.neo_watchdog_timeout)
     transfer = KVTransfer(pool, device.k, device.v)
-    host_tokens = pool.pages * pool.geometry.page_tokens
+    host_tokens = pages * pool.geometry.page_tokens
     prefill = HostPrefill(
         runner.token_to_kv_pool,
         device,
@@ -94,7 +110,26 @@ def host_side(runner: Any) -> HostSide:
         f"KV size: {pool.bytes / (1 << 30):.2f} GB, CPU attention threads: {workers.threads}; "
         f"staging of prompts on the device: #tokens: {prefill.tokens}, {prefill.bytes / (1 << 30):.2f} GB"
     )
-    return HostSide(memory, pool, HostPages(pool.pages), transfer, attention, prefill, layers[0].layer_id)
+    return HostSide(memory, pool, HostPages(pages), transfer, attention, prefill, layers[0].layer_id)
+
+
+def _deferred_slots(runner: Any, pool: HostKVPool) -> int:
+    """How many slots deferred steps have; 0 if there are none, and the reason is logged where some were asked for."""
+    args = runner.server_args
+    slots: int = args.neo_deferred_slots
+    if not slots:
+        return 0
+    reason = not_deferrable(runner.model, args)
+    if slots >= runner.max_running_requests:
+        reason = f"{slots} slots leave no room below --max-running-requests {runner.max_running_requests}"
+    if slots > pool.geometry.page_tokens:
+        reason = f"there can be up to {pool.geometry.page_tokens} slots, not {slots}"
+    if pool.pages < 2:
+        reason = "host memory has a single page"
+    if reason is None:
+        return slots
+    logger.warning(f"sglang_neo: no deferred mode, host rows run in mode sync: {reason}")
+    return 0
 
 
 def _pool(runner: Any, device: DeviceKV) -> tuple[HostMemory, HostKVPool]:

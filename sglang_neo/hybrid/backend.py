@@ -10,6 +10,7 @@ which their tokens move around each layer's attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,8 +42,12 @@ def make_hybrid(backend: Any, host_attention: HostAttention, prefill: HostPrefil
         step, index = host_attention.current, layer.layer_id - first_layer
         if step is not None:
             step.send(index, q, k, v)
-        out: torch.Tensor = own.forward_decode(self, q, k, v, layer, forward_batch, *args, **kw)
+        if step is None or step.has_device_rows:
+            out: torch.Tensor = own.forward_decode(self, q, k, v, layer, forward_batch, *args, **kw)
+        else:
+            out = q.new_zeros((q.shape[0], layer.tp_q_head_num * layer.v_head_dim))
         if step is not None:
+            step.handed_over()
             step.receive(index, out)
         return out
 
@@ -64,13 +69,27 @@ def make_hybrid(backend: Any, host_attention: HostAttention, prefill: HostPrefil
             prompts.take(index)
         return out
 
-    members = {
+    members: dict[str, Any] = {
         "__module__": __name__,
         "forward_decode": forward_decode,
         "forward_extend": forward_extend,
         "neo_host_attention": host_attention,
     }
+    for name in _METADATA:
+        if hasattr(own, name):
+            members[name] = _for_device(getattr(own, name), host_attention)
     backend.__class__ = type(f"Hybrid{own.__name__}", (own,), members)
+
+
+#: Methods in which an attention backend prepares itself for a batch, their first argument.
+_METADATA = ("init_forward_metadata", "init_forward_metadata_out_graph", "init_forward_metadata_in_graph")
+
+
+def _for_device(method: Callable[..., Any], host_attention: HostAttention) -> Callable[..., Any]:
+    def prepare(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, host_attention.for_device(forward_batch), *args, **kwargs)
+
+    return prepare
 
 
 def hide_host_rows(forward_batch: Any, index: torch.Tensor, index_cpu: torch.Tensor) -> None:

@@ -20,6 +20,8 @@ from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_lor
 from sglang.srt.utils import get_available_gpu_memory
 
 from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.hybrid.pipelined import LaneSizes, PipelinedAttention
+from sglang_neo.planning.lanes import lane_buckets
 from sglang_neo.refusals import gpu_only_reasons
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ _GRAPH_BYTES = {"flashinfer": 10 << 20}
 _GRAPH_BYTES_ELSE = 2 << 20
 #: A size is left out if the next smaller one is within this factor of the next larger one.
 _STEP = 1.25
+#: The same of each lane of steps in two lanes: there is a graph for nearly every pair of sizes.
+_LANE_STEP = 1.5
 
 
 def host_row_sizes(sizes: Sequence[int], step: float = _STEP) -> list[int]:
@@ -57,7 +61,10 @@ def host_graph_bytes(args: Any) -> int:
     decode = args.cuda_graph_config.decode
     if args.neo_mode == "gpu-only" or decode.backend != Backend.FULL or gpu_only_reasons(args):
         return 0
-    return len(host_row_sizes(decode.bs)) * _GRAPH_BYTES.get(args.attention_backend, _GRAPH_BYTES_ELSE)
+    graphs = len(host_row_sizes(decode.bs))
+    if args.neo_mode == "pipelined":
+        graphs += 2 * len(lane_buckets(host_row_sizes(decode.bs, _LANE_STEP), max(decode.bs)))
+    return graphs * _GRAPH_BYTES.get(args.attention_backend, _GRAPH_BYTES_ELSE)
 
 
 class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
@@ -71,33 +78,43 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
     def __init__(self, model_runner: Any, **kwargs: Any):
         host = model_runner.neo_host
         self._attention: HostAttention | None = host.attention if host is not None else None
-        self._selected = False
-        self._host_metadata: dict[str, dict[Any, Any]] = {}
+        self._selected: str | None = None
+        self._metadata: dict[str, dict[str, dict[Any, Any]]] = {}  # of each set, by name of the attribute
         #: Empty: steps with host rows run eagerly.
         self.host_sizes: list[int] = []
+        #: Rows of both lanes of the graphs in two lanes, in pipelined mode.
+        self.lane_buckets: list[LaneSizes] = []
         #: What the second set takes on the device, GB as SGLang counts them (2^30 bytes).
         self.host_graph_gb = 0.0
         super().__init__(model_runner, **kwargs)
 
-    @contextlib.contextmanager
-    def host_rows(self) -> Iterator[None]:
+    def host_rows(self) -> contextlib.AbstractContextManager[None]:
         """While a step with host rows runs, or is captured: it takes the graphs of the second set."""
+        return self._selecting("host-rows", self.host_sizes)
+
+    def lanes(self, sizes: LaneSizes) -> contextlib.AbstractContextManager[None]:
+        """While a step in two lanes runs, or is captured: it takes the graph of these sizes."""
+        return self._selecting(f"lane-b-{sizes.b}", [sizes.a + sizes.b])
+
+    @contextlib.contextmanager
+    def _selecting(self, label: str, sizes: list[int]) -> Iterator[None]:
         backend = self.attn_backend
-        own = {name: getattr(backend, name) for name in self._host_metadata}
+        names = [name for name in _PER_GRAPH if isinstance(getattr(backend, name, None), dict)]
+        own = {name: getattr(backend, name) for name in names}
         before = self.capture_bs, self.max_bs
-        self._selected, self.capture_bs, self.max_bs = True, self.host_sizes, max(self.host_sizes)
-        for name, metadata in self._host_metadata.items():
+        self._selected, self.capture_bs, self.max_bs = label, sizes, max(sizes)
+        for name, metadata in self._metadata.setdefault(label, {name: {} for name in names}).items():
             setattr(backend, name, metadata)
         try:
             yield
         finally:
             for name, metadata in own.items():
                 setattr(backend, name, metadata)
-            self._selected = False
+            self._selected = None
             self.capture_bs, self.max_bs = before
 
     def _make_graph_key(self, size: int, stream_idx: int | None = None, variant_label: str | None = None) -> Any:
-        return super()._make_graph_key(size, stream_idx, "host-rows" if self._selected else variant_label)
+        return super()._make_graph_key(size, stream_idx, self._selected or variant_label)
 
     def _capture_one_stream(self, stream_idx: int | None = None) -> None:
         super()._capture_one_stream(stream_idx)
@@ -108,18 +125,17 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
             logger.info(f"sglang_neo: steps with host rows run without CUDA graphs: {reason}")
             return
         before = self._free_memory()
+        sizes = [size for size in self.capture_bs if size >= self._attention.least_rows]
         # Every size where steps are not padded to a larger one.
-        self.host_sizes = list(self.capture_bs) if self.disable_padding else host_row_sizes(self.capture_bs)
-        for name in _PER_GRAPH:
-            metadata = getattr(self.attn_backend, name, None)
-            if isinstance(metadata, dict):
-                self._host_metadata[name] = dict(metadata)
+        self.host_sizes = sizes if self.disable_padding else host_row_sizes(sizes)
         # Where SGLang has graphs with and without LoRA kernels, those with them serve both.
         _set_capture_lora_variant("lora" if getattr(self, "record_nolora_graph", False) else None)
         try:
             with self.host_rows():
                 for size in reversed(self.host_sizes):  # the largest first, as SGLang: the others reuse its memory
                     self.capture_one_shape(size, self._with_handoffs(size), stream_idx)
+            if isinstance(self._attention, PipelinedAttention):
+                self._capture_lanes(self._attention, stream_idx)
         finally:
             _set_capture_lora_variant(None)
         self.host_graph_gb = before - self._free_memory()
@@ -128,10 +144,25 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
             f"of {host_graph_bytes(self.model_runner.server_args) / 2**30:.2f} GB left for them"
         )
 
+    def _capture_lanes(self, attention: PipelinedAttention, stream_idx: int | None) -> None:
+        buckets = lane_buckets(host_row_sizes(self.capture_bs, _LANE_STEP), max(self.capture_bs))
+        self.lane_buckets = [LaneSizes(*pair) for pair in buckets]
+        for sizes in sorted(self.lane_buckets, key=sum, reverse=True):
+            attention.sizes = sizes
+            try:
+                with self.lanes(sizes):
+                    forward = attention.in_lanes(self.model_runner.model.forward, sizes, flags=self._flags_live)
+                    self.capture_one_shape(sum(sizes), forward, stream_idx)
+            finally:
+                attention.sizes = None
+        logger.info(f"sglang_neo: captured steps in two lanes, bs={[tuple(sizes) for sizes in self.lane_buckets]}")
+
     def _eager_reason(self) -> str | None:
         assert self._attention is not None
         if not self._attention.stream.capturable:
             return "stream memory operations are missing"
+        if max(self.capture_bs) < self._attention.least_rows:
+            return f"they have {self._attention.least_rows} rows at least"
         if not isinstance(self.backend, FullCudaGraphBackend):
             return f"--cuda-graph-backend-decode is not full ({type(self.backend).__name__})"
         return None

@@ -18,7 +18,7 @@ be captured. Here the wait comes in the same layer (mode sync of docs/architectu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,43 @@ class CpuTimes:
     wait: float  # while steps ran and no hand-off was there
 
 
-class HostAttention:
+class Boxes:
+    """What hand-offs go through, one after the other; all of it stays where it is.
+
+    Args:
+        max_rows: the most host rows of a hand-off.
+        device: "cpu" or "cuda[:n]".
+    """
+
+    def __init__(self, geometry: AttentionGeometry, dtype: torch.dtype, max_rows: int, device: str):
+        g, pin = geometry, device.startswith("cuda")
+        # Per layer: ready, done, header, each on a line of its own.
+        self.flags = torch.zeros((g.layers, 3, _LINE), dtype=torch.int32, pin_memory=pin)
+        # All layers use the same boxes: a layer's answer has been taken out before the next one's questions are put in.
+        self.outbox, self.inbox = (
+            torch.zeros((max_rows, heads * g.head_dim), dtype=dtype, pin_memory=pin)
+            for heads in (g.q_heads + 2 * g.kv_heads, g.q_heads)
+        )
+        self.control = torch.full((1 + max_rows,), NO_ROW, dtype=torch.int32, device=device)
+        self._controlled = 0  # entries of control that the last step set
+
+    def flag(self, layer: int, which: int) -> int:
+        """Address of a layer's ready (0), done (1) or header (2) word."""
+        return int(self.flags[layer, which].data_ptr())
+
+    def flag_addresses(self, layer: int) -> tuple[int, int, int]:
+        """Of ready, done and header."""
+        return self.flag(layer, _READY), self.flag(layer, _DONE), self.flag(layer, _HEADER)
+
+    def load_control(self, number: int, index: Sequence[int]) -> None:
+        """For the step that is launched next, behind the one before in stream order, whose kernels read it."""
+        unset = [NO_ROW] * (self._controlled - len(index))
+        control = torch.tensor([number, *index, *unset], dtype=torch.int32)
+        self.control[: len(control)].copy_(control, non_blocking=True)
+        self._controlled = len(index)
+
+
+class HostAttention(Boxes):
     """Owns the workers, the flags and boxes, and the plans.
 
     Args:
@@ -72,27 +108,16 @@ class HostAttention:
         max_rows: int,
         timeout_s: float = 30.0,
     ):
+        super().__init__(geometry, dtype, max_rows, device)
         self.geometry, self.pool, self.workers = geometry, pool, workers
         self._timeout_s = timeout_s
-        pin = device.startswith("cuda")
         self.stream = flag_stream(device, 2 * timeout_s)
         self.exchange = exchange_for(device)
         self.service = HandoffService(workers, timeout_s)
-        # Per layer: ready, done, header, each on a line of its own.
-        self.flags = torch.zeros((geometry.layers, 3, _LINE), dtype=torch.int32, pin_memory=pin)
         self._handoffs = Handoffs()
         for layer in range(geometry.layers):
-            ready, done, header = (self.flag(layer, which) for which in (_READY, _DONE, _HEADER))
-            self._handoffs.add(None, ready, done, header, layer=layer)
-        # All layers use the same boxes: a layer's answer has been taken out before the next one's questions are put in.
-        g = geometry
-        self.outbox, self.inbox = (
-            torch.zeros((max_rows, heads * g.head_dim), dtype=dtype, pin_memory=pin)
-            for heads in (g.q_heads + 2 * g.kv_heads, g.q_heads)
-        )
-        self.control = torch.full((1 + max_rows,), NO_ROW, dtype=torch.int32, device=device)
+            self._handoffs.add(None, *self.flag_addresses(layer), layer=layer)
         self._epoch = self._taken = 0  # the last step, and the last that the workers took
-        self._controlled = 0  # entries of control that the last step set
         #: What the attention backend hands layers to while a step or a capture is under way.
         self.current: Emission | None = None
 
@@ -102,6 +127,11 @@ class HostAttention:
     def launched_epoch(self) -> int:
         """The last step given to the workers; what it names must stay until it is over."""
         return self._epoch
+
+    @property
+    def least_rows(self) -> int:
+        """Of a batch whose layers hand over."""
+        return 1
 
     def wait_launched(self) -> None:
         self.service.wait_epoch(self._taken, 2 * self._timeout_s)
@@ -131,17 +161,10 @@ class HostAttention:
         Raises:
             StepRefused: launch the step without hand-offs, and call its host rows failed.
         """
-        for row in rows:
-            if row.arrival is not None:
-                row.arrival.wait()
-                row.arrival = None
+        await_arrivals(rows)
         self._epoch += 1
         number = self._epoch & 0x7FFFFFFF
-        # Behind the step before in stream order, whose kernels read the same memory.
-        unset = [NO_ROW] * (self._controlled - len(rows))
-        control = torch.tensor([number, *index, *unset], dtype=torch.int32)
-        self.control[: len(control)].copy_(control, non_blocking=True)
-        self._controlled = len(rows)
+        self.load_control(number, index)
         try:
             self.service.submit(self._descriptor(rows, number))
         except RuntimeError as refused:
@@ -160,13 +183,20 @@ class HostAttention:
         Args:
             flags: False while a graph is warmed up: nobody answers then.
         """
-        outer, emission = self.current, Emission(self, capacity, flags)
+        outer, emission = self.current, self._emission(capacity, flags)
         self.current = emission
         try:
             yield emission
             emission.end()
         finally:
             self.current = outer
+
+    def _emission(self, capacity: int, flags: bool) -> Emission:
+        return Emission(self, capacity, flags)
+
+    def for_device(self, batch: Any) -> Any:
+        """The part of SGLang's ForwardBatch that the user's attention backend has to prepare itself for."""
+        return batch
 
     def failure(self, epoch: int) -> str | None:
         """Waits until the workers are through with a step; why it failed, or None. Ask before publishing anything."""
@@ -202,45 +232,60 @@ class HostAttention:
         )
 
     def _descriptor(self, rows: Sequence[HostRow], number: int) -> Step:
-        g, n = self.geometry, len(rows)
-        plan = self.plan(rows)
-        out = self.inbox[:n].view(n, g.q_heads, g.head_dim)
-        packed = self.outbox[:n].view(n, g.q_heads + 2 * g.kv_heads, g.head_dim)
-        q, k, v = packed.split((g.q_heads, g.kv_heads, g.kv_heads), dim=1)
-        q, k, v, out = (x.expand(g.layers, *x.shape) for x in (q, k, v, out))
-        jobs = plan.jobs(range(g.layers), q, out, k=k, v=v)
+        jobs, plan = self._jobs_of(rows, self)
         # One after the other: the jobs of a plan share its workspace.
         kept = (plan, self.outbox, self.inbox, self.flags)
         return Step(self._epoch, number, self._handoffs.with_jobs(jobs), overlap=1, keepalive=kept)
 
-    def flag(self, layer: int, which: int) -> int:
-        """Address of a layer's ready (0), done (1) or header (2) word."""
-        return int(self.flags[layer, which].data_ptr())
+    def _jobs_of(self, rows: Sequence[HostRow], boxes: Boxes) -> tuple[Any, Plan]:
+        """By layer, the attention of these rows from and to ``boxes``; and what has to be kept meanwhile."""
+        g, n = self.geometry, len(rows)
+        plan = self.plan(rows)
+        out = boxes.inbox[:n].view(n, g.q_heads, g.head_dim)
+        packed = boxes.outbox[:n].view(n, g.q_heads + 2 * g.kv_heads, g.head_dim)
+        q, k, v = packed.split((g.q_heads, g.kv_heads, g.kv_heads), dim=1)
+        q, k, v, out = (x.expand(g.layers, *x.shape) for x in (q, k, v, out))
+        return plan.jobs(range(g.layers), q, out, k=k, v=v), plan
+
+
+def await_arrivals(rows: Iterable[HostRow]) -> None:
+    """Before the workers are told of rows: their KV has come to host memory."""
+    for row in rows:
+        if row.arrival is not None:
+            row.arrival.wait()
+            row.arrival = None
 
 
 class Emission:
     """What the layers of one forward, or of one capture, put on the stream for their host rows, in their order."""
 
-    def __init__(self, owner: HostAttention, capacity: int, flags: bool):
+    #: Whether the batch has rows for the device's own attention.
+    has_device_rows = True
+
+    def __init__(self, owner: HostAttention, capacity: int, flags: bool, boxes: Boxes | None = None):
         self._owner, self._capacity, self._flags = owner, capacity, flags
+        self._boxes = boxes or owner
         self.sent = self.received = 0
 
     def send(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Hands over the host rows' part of a layer's ``q, k, v`` (``[batch, ...]``, any head layout)."""
-        owner = self._owner
+        owner, boxes = self._owner, self._boxes
         assert layer == self.sent, f"attention of layer {layer} follows that of layer {self.sent - 1}"
-        owner.exchange.pack(q, k, v, owner.control, owner.outbox, owner.flags[layer, _HEADER], self._capacity)
+        owner.exchange.pack(q, k, v, boxes.control, boxes.outbox, boxes.flags[layer, _HEADER], self._capacity)
         if self._flags:
-            owner.stream.raise_flag(owner.flag(layer, _READY))
+            owner.stream.raise_flag(boxes.flag(layer, _READY))
         self.sent += 1
+
+    def handed_over(self) -> None:
+        """The device's own attention of the layer has been put on the stream too: the moment for other work."""
 
     def receive(self, layer: int, out: torch.Tensor) -> None:
         """Puts a layer's attention of the host rows where it belongs in ``out`` (``[batch, ...]``)."""
-        owner = self._owner
+        owner, boxes = self._owner, self._boxes
         assert layer == self.received
         if self._flags:
-            owner.stream.take_flag(owner.flag(layer, _DONE))
-        owner.exchange.unpack(owner.inbox, owner.control, out, self._capacity)
+            owner.stream.take_flag(boxes.flag(layer, _DONE))
+        owner.exchange.unpack(boxes.inbox, boxes.control, out, self._capacity)
         self.received += 1
 
     def end(self) -> None:

@@ -51,6 +51,24 @@ def test_exact_from_graphs(
     assert sum(replayed.values()) < sum(steps.values()), "larger batches were to run eagerly"
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_deferred_steps_from_graphs(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """One graph per size serves slots anywhere in its batch; sizes below the slots have none."""
+    requests = random_requests(seed=11)
+    with InProcessRunner("plain", tiny("qwen3")) as runner:
+        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
+    options: dict[str, Any] = {"disable_overlap_schedule": not overlap, "neo_deferred_slots": 2}
+    with InProcessScheduler("neo", tiny("qwen3"), neo_check_integrity=True, **options) as scheduler:
+        backend = capture_decode_steps(scheduler.scheduler.tp_worker.model_runner, [1, 2, 3, 4, 6], monkeypatch)
+        got = scheduler.run(requests, RandomMoves(seed=4, rate=0.08))
+        steps = scheduler.scheduler.neo_metrics.counters.steps
+    assert_exact(alone, tokens(got))
+    replayed = Counter((key.variant_label, key.size) for key in backend.replays)
+    deferred = {size: count for (variant, size), count in replayed.items() if variant == "host-rows"}
+    assert sum(deferred.values()) > 10 and min(deferred) >= 2, replayed
+    assert sum(deferred.values()) < steps["deferred"], "larger batches were to run eagerly"
+
+
 def test_a_graph_without_hand_offs_does_not_serve_host_rows(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

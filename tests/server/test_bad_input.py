@@ -131,8 +131,7 @@ def test_more_host_memory_than_there_is(launch: Launch, llama: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--neo-mode", "pipelined"], "does not exist yet"),
-        (["--neo-mode", "deferred"], "does not exist yet"),
+        (["--neo-mode", "pipelined", "--neo-deferred-slots", "2"], "contradicts --neo-deferred-slots"),
         (["--neo-mode", "gpu-only", "--neo-host-kv-size", "0.1"], "contradicts --neo-host-kv-size"),
         (["--neo-mode", "gpu-only", "--neo-cpu-threads", "1"], "contradicts --neo-cpu-threads"),
         (["--neo-host-kv-size", "0.1", "--neo-host-kv-ratio", "2"], "contradicts --neo-host-kv-ratio"),

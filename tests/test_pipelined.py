@@ -1,0 +1,162 @@
+"""Pipelined mode: the rows of a step in two lanes; tokens exact against plain SGLang, nothing lost."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_neo.hybrid.host_attention import Emission
+from sglang_neo.hybrid.pipelined import LaneEmission
+from sglang_neo.planning.placement import Rules
+from tests.harness.exact import assert_exact
+from tests.harness.graphs import capture_decode_steps
+from tests.harness.inprocess import InProcessScheduler
+from tests.harness.models import ARCHITECTURES
+from tests.harness.traffic import RandomMoves, random_requests, tokens
+from tests.test_recovery import Stall, crowd
+
+Tiny = Callable[..., Path]
+
+if torch.cuda.is_available():
+    pytest.skip("these tests run on the CPU device: set CUDA_VISIBLE_DEVICES=''", allow_module_level=True)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_exact_under_random_migrations(tiny: Tiny, alone: Any, arch: str) -> None:
+    requests = random_requests(seed=3)
+    i = list(ARCHITECTURES).index(arch)
+    options: dict[str, Any] = {
+        "page_size": (1, 64)[i % 2],
+        "disable_overlap_schedule": i % 3 == 1,
+        "neo_check_integrity": True,
+        "neo_mode": "pipelined",
+    }
+    moves = RandomMoves(seed=i, rate=0.3)
+    with InProcessScheduler("neo", tiny(arch), **options) as scheduler:
+        got = scheduler.run(requests, moves)
+        state = scheduler.scheduler.neo_state()
+    assert state["active_mode"] == "pipelined" and state["steps_total"]["pipelined"] > 10, state
+    assert_exact(alone(arch, requests), tokens(got))
+
+
+#: More of them: NEO_TEST_SEEDS=100 pytest tests/test_pipelined.py -k random_workloads
+SEEDS = range(int(os.environ.get("NEO_TEST_SEEDS", "2")))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_workloads(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Every other one from a stand-in for CUDA graphs."""
+    rng = random.Random(seed)
+    requests = random_requests(seed=100 + seed, count=rng.randrange(6, 13))
+    moves = RandomMoves(seed, rate=rng.choice([0.1, 0.3, 0.6]))
+    arch = rng.choice(list(ARCHITECTURES))
+    options: dict[str, Any] = {
+        "page_size": rng.choice([1, 16, 64]),
+        "chunked_prefill_size": rng.choice([64, 128, -1]),
+        "disable_radix_cache": seed % 3 == 2,
+        "disable_overlap_schedule": seed % 4 == 1,
+        "max_total_tokens": rng.choice([1024, 2048]),
+        "max_running_requests": 16,
+        "neo_check_integrity": True,
+        "neo_mode": "pipelined",
+    }
+    print(f"seed {seed}: {arch}, {options}, moves at a rate of {moves.rate}")
+    with InProcessScheduler("neo", tiny(arch), **options) as scheduler:
+        backend = None
+        if seed % 2 == 0:
+            runner = scheduler.scheduler.tp_worker.model_runner
+            backend = capture_decode_steps(runner, [1, 2, 4, 6, 8, 12, 16], monkeypatch)
+        got = scheduler.run(requests, moves)
+        steps = scheduler.scheduler.neo_metrics.counters.steps
+    assert steps["pipelined"] > 5, steps
+    assert_exact(alone(arch, requests), tokens(got))
+    if backend is not None:
+        replayed = [key for key in backend.replays if (key.variant_label or "").startswith("lane-b-")]
+        assert len(replayed) == steps["pipelined"], "every step in two lanes has a graph"
+        assert len(set(replayed)) > 1
+
+
+def test_the_lanes_take_turns(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A and B hand over a layer before either has its answer."""
+    events: list[tuple[str, str, int]] = []
+
+    def noting(name: str) -> None:
+        own = getattr(Emission, name)
+
+        def noted(self: Any, layer: int, *args: Any) -> None:
+            if isinstance(self, LaneEmission):
+                events.append((name, "A" if self.has_device_rows else "B", layer))
+            own(self, layer, *args)
+
+        monkeypatch.setattr(Emission, name, noted)
+
+    noting("send")
+    noting("receive")
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, neo_mode="pipelined") as scheduler:
+        layers = scheduler.scheduler.placement.attention.geometry.layers
+        scheduler.run(crowd(seed=2, count=8, answer=30))
+    order = [("send", lane, 0) for lane in "AB"]
+    for layer in range(layers):
+        for lane in "AB":
+            order += [("receive", lane, layer)] + [("send", lane, layer + 1)] * (layer + 1 < layers)
+    assert len(events) >= len(order) and len(events) % len(order) == 0
+    assert all(events[i : i + len(order)] == order for i in range(0, len(events), len(order)))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, overlap: bool) -> None:
+    requests = crowd(seed=1)
+    stall = Stall(after=8, seconds=2.0)
+    options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
+    with InProcessScheduler(
+        "neo", tiny("llama"), disable_overlap_schedule=not overlap, neo_mode="pipelined", **options
+    ) as scheduler:
+        scheduler.scheduler.placement.rules = Rules(pause_steps=4)
+        got = scheduler.run(requests, stall)
+        recovery = scheduler.scheduler.recovery
+    assert stall.stalls == 1 and recovery.failed_steps >= 1 and recovery.restarted_reqs >= 2
+    assert_exact(alone("llama", requests), tokens(got))
+
+
+def test_an_error_in_one_lane_ends_both(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the other lane stays suspended."""
+    seen: list[str] = []
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, neo_mode="pipelined") as scheduler:
+        attention = scheduler.scheduler.placement.attention
+
+        def forward(lane: str) -> None:
+            try:
+                attention.current.give_way()
+                if lane == "B":
+                    raise ValueError("lane B fails")
+                attention.current.give_way()
+            finally:
+                seen.append(lane)
+
+        emissions = [LaneEmission(attention, attention, 1, False, device) for device in (True, False)]
+        outer = attention.current
+        with pytest.raises(ValueError, match="lane B fails"):
+            attention._take_turns([lambda: forward("A"), lambda: forward("B")], emissions)
+        assert sorted(seen) == ["A", "B"] and attention.current is outer
+
+
+@pytest.mark.parametrize("wrong", ["inbox", "lane"])
+def test_a_wrong_exchange_is_seen(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Negative controls: lane B gets lane A's answers; lane B's host rows take each other's places."""
+    requests = crowd(seed=3, count=16, answer=30)
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, neo_mode="pipelined") as scheduler:
+        attention = scheduler.scheduler.placement.attention
+        if wrong == "inbox":
+            attention._second.inbox = attention.inbox
+        else:
+            own = attention._second.load_control
+            monkeypatch.setattr(attention._second, "load_control", lambda number, index: own(number, index[::-1]))
+        got = scheduler.run(requests)
+    with pytest.raises(AssertionError):
+        assert_exact(alone("llama", requests), tokens(got))
