@@ -131,7 +131,7 @@ def test_more_host_rows_than_seats(tiny: Tiny, alone: Any, overlap: bool) -> Non
     with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=not overlap, **options) as scheduler:
         got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
         state = scheduler.scheduler.neo_state()
-    assert state["host_tokens_total"] > 50, state
+    assert state["host_tokens_total"] > 25, state
     assert sum(result.retractions for result in got.values()) == 0
     assert_exact(alone("llama", requests), tokens(got))
 
@@ -178,6 +178,7 @@ def test_retraction_is_the_last_resort(tiny: Tiny, alone: Any) -> None:
         "max_running_requests": 16,
         "neo_host_kv_size": five_pages,
         "neo_deferred_slots": 2,
+        "schedule_conservativeness": 0.05,  # so that admission gives more than there is room for
     }
     with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
         manager = scheduler.scheduler.token_manager

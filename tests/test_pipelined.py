@@ -100,7 +100,7 @@ def test_the_lanes_take_turns(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> No
     noting("receive")
     with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, neo_mode="pipelined") as scheduler:
         layers = scheduler.scheduler.placement.attention.geometry.layers
-        scheduler.run(crowd(seed=2, count=8, answer=30))
+        scheduler.run(crowd(seed=2, count=8, answer=30), RandomMoves(seed=2, rate=0.3))
     order = [("send", lane, 0) for lane in "AB"]
     for layer in range(layers):
         for lane in "AB":

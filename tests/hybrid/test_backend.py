@@ -28,11 +28,16 @@ class Backend:
 
 
 class Step:
+    has_device_rows = True
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
     def send(self, layer: int, q: Any, k: Any, v: Any) -> None:
         self.calls.append(("send", layer))
+
+    def handed_over(self) -> None:
+        self.calls.append("handed over")
 
     def receive(self, layer: int, out: list[Any]) -> None:
         self.calls.append(("receive", layer))
@@ -47,7 +52,13 @@ def test_hands_over_before_and_waits_after_the_own_attention() -> None:
     assert backend.forward_decode(1, 2, 3, layer, None, save_kv_cache=False) == ["own", 5, False]
     host.current = Step()
     assert backend.forward_decode(1, 2, 3, layer, None) == ["own", 5, True, "answer"]
-    assert host.current.calls == [("send", 2), ("receive", 2)]
+    assert host.current.calls == [("send", 2), "handed over", ("receive", 2)]
+    host.current = Step()
+    host.current.has_device_rows = False
+    q, layer = torch.ones(3, 8), SimpleNamespace(layer_id=4, tp_q_head_num=2, v_head_dim=4)
+    host.current.receive = lambda layer, out: out.add_(1)
+    answer = backend.forward_decode(q, 2, 3, layer, None)
+    assert torch.equal(answer, torch.ones(3, 8)), "nothing for the own attention to do"
     with pytest.raises(ValueError, match="hybrid already"):
         make_hybrid(backend, host, prefill, first_layer=0)  # type: ignore[arg-type]
     assert Backend().forward_decode(1, 2, 3, layer, None) == ["own", 5, True], "other backends are left alone"
