@@ -1,6 +1,7 @@
 # To be sourced by the scripts for a CUDA machine that has torch but no package registry, from the project's folder, with
 #   OUT      folder for everything that is made, as it is made, so that a run that is cut short leaves what it had
-#   BUNDLE   folder with an unpack.sh that puts SGLang's packages on PYTHONPATH; not set where SGLang is installed
+#   BUNDLE   folder with an unpack.sh that puts SGLang's packages on PYTHONPATH, and wheels of what else we need; not set
+#            where SGLang is installed
 # Builds the project, and goes on in a folder without its source tree: the installed package must be what runs.
 # Afterwards: log MESSAGE, shape NAME (a folder with only that config.json), and status, 0 so far.
 status=0
@@ -10,6 +11,9 @@ if [ -n "${BUNDLE:-}" ]; then . "$BUNDLE/unpack.sh"; fi
 log "building"
 site=$(mktemp -d)
 python3 -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" . 2>&1 | tail -5
+for wheel in ${BUNDLE:+"$BUNDLE"/*.whl}; do
+  [ ! -e "$wheel" ] || python3 -m pip install -q --no-index --no-deps --target "$site" "$wheel" 2>&1 | tail -5
+done
 [ -d "$site/sglang_neo" ] || exit 1
 export PYTHONPATH="$site:${PYTHONPATH:-}"
 work=$(mktemp -d)

@@ -2,7 +2,7 @@
 # The serving bench on one H200 in ten minutes: plain SGLang and ours on the shapes of docs/benchmarking.md.
 #   [BUNDLE=folder] OUT=folder SGLANG_NEO_COMMIT=... bench/h200.sh SHAPE... [-- options of python -m bench.serving]
 # SHAPE: 8b, 8b-capped (26,400 tokens of KV), 70b-20 (20 layers, 13,600 tokens of KV), 70b. Environment: ROUNDS (2),
-# VARIANTS ("plain neo"), SLOTS (adds neo:deferred with so many slots, e.g. "4 8"), BACKEND (triton), ROWS (most running
+# VARIANTS ("plain neo"), PIPELINED (1 adds neo:pipelined), SLOTS (adds neo:deferred with so many slots, e.g. "4 8"), BACKEND (triton), ROWS (most running
 # requests: the shape's; deferred mode wants slots * (layers + 1) more), RATES (the sweep's), COUNT (requests of a sweep's rate),
 # SECONDS_PER_SHAPE.
 set -uo pipefail
@@ -16,6 +16,7 @@ done
 . bench/gpu_setup.sh
 variants=()
 for name in ${VARIANTS:-plain neo}; do variants+=(--variant "$name"); done
+[ -z "${PIPELINED:-}" ] || variants+=(--variant "neo:pipelined=--neo-mode pipelined")
 for slots in ${SLOTS:-}; do variants+=(--variant "neo:deferred=--neo-deferred-slots $slots"); done
 common=(
   --load-format dummy --skip-tokenizer-init --attention-backend "${BACKEND:-triton}" --sampling-backend pytorch
