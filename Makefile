@@ -11,8 +11,8 @@ VENV   ?= .venv
 HOST   ?= 127.0.0.1
 PORT   ?= 30000
 ARGS   ?=
-# Processes that run the tests: most of a test is the start of a server, which keeps one core busy.
-TEST_WORKERS ?= 2
+# Processes that run the tests: one more than cores on a small machine, for servers that start wait for themselves a lot.
+TEST_WORKERS ?= 3
 SMOLLM2 := models/SmolLM2-135M-Instruct
 MODEL  ?= $(SMOLLM2)
 
@@ -96,7 +96,7 @@ serve: setup  ## serve a model (MODEL=... PORT=... HOST=... ARGS="...")
 	@exec $(BIN)/python -m sglang_neo.launch_server --model-path '$(MODEL)' --host $(HOST) --port $(PORT) \
 	  --device $(DEVICE) $(ARGS)
 
-test: setup  ## run the tests (TEST_WORKERS=2 PYTEST_ARGS="...")
+test: setup  ## run the tests (TEST_WORKERS=3 PYTEST_ARGS="...")
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) -m 'not slow' $(PYTEST_ARGS)
 
 test-all: setup  ## run the slow tests too

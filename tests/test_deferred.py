@@ -136,7 +136,7 @@ def test_more_host_rows_than_seats(tiny: Tiny, alone: Any, overlap: bool) -> Non
     assert_exact(alone("llama", requests), tokens(got))
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_device_row_at_all(tiny: Tiny, alone: Any, overlap: bool) -> None:
     """Steps of slot rows only, most of which give nobody a token."""
     requests = [Request("long", random_prompt(random.Random(6), 100), 60)]
@@ -147,7 +147,7 @@ def test_no_device_row_at_all(tiny: Tiny, alone: Any, overlap: bool) -> None:
     assert_exact(alone("llama", requests), tokens(got))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_aborts_leave_both_pools_as_they_were(tiny: Tiny, seed: int) -> None:
     rng = random.Random(seed)
     requests = [
@@ -220,7 +220,7 @@ def test_sampling_belongs_to_the_rows_that_leave(tiny: Tiny) -> None:
 # -- the CPU side fails -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, overlap: bool) -> None:
     """Everybody in mid-token loses the token and is prefilled again; then deferred steps go on."""
     requests = crowd(seed=1)

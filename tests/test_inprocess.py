@@ -133,8 +133,11 @@ def crowded(seed: int, count: int = 6) -> list[Request]:
     return [Request(f"r{i}", random_prompt(rng, 20 + i), 70, arrive=i) for i in range(count)]
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize(("page_size", "pool"), [(1, 260), (64, 512)])
+@pytest.mark.parametrize(
+    ("page_size", "pool", "overlap"),
+    [(1, 260, True), (64, 512, False)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 260, False), (64, 512, True)]],
+)
 def test_retraction(tiny: Tiny, alone: Any, page_size: int, pool: int, overlap: bool) -> None:
     requests = crowded(5)
     plain, neo = serve_both(
@@ -212,7 +215,7 @@ def test_stop_token_ends_a_request(tiny: Tiny, alone: Any) -> None:
     assert (result.tokens, result.finish) == (list(expected[:end]), "stop")
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_crowd_of_requests_in_a_small_pool(tiny: Tiny, page_size: int) -> None:
     """Random lengths, arrivals and aborts with chunks, evictions and retractions all at once."""
     rng = random.Random(page_size)

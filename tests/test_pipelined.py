@@ -109,7 +109,7 @@ def test_the_lanes_take_turns(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> No
     assert all(events[i : i + len(order)] == order for i in range(0, len(events), len(order)))
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, overlap: bool) -> None:
     requests = crowd(seed=1)
     stall = Stall(after=8, seconds=2.0)

@@ -1,7 +1,7 @@
 """Random traffic for a long time: arrivals, aborts, migrations, shared prefixes, failures of the CPU side, both pools
 full at times; both pools checked after every step, answers compared with the same requests alone.
 
-CI runs some hundred steps; ``NEO_TEST_STEPS=10000 NEO_TEST_SEEDS=1 pytest tests/test_traffic.py`` is the long version.
+CI runs some hundred steps; ``NEO_TEST_STEPS=10000 NEO_TEST_SEEDS=2 pytest tests/test_traffic.py`` is the long version.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class SometimesRefuses:
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, rate: float = 0.01):
         self._rng, self._rate, self.refused = random.Random(seed), rate, 0
-        own = HostAttention._descriptor
+        own = HostAttention._jobs_of
 
-        def descriptor(attention: Any, rows: Any, number: int) -> Any:
+        def jobs_of(attention: Any, *args: Any) -> Any:
             if self._rng.random() < self._rate:
                 self.refused += 1
                 raise RuntimeError("refused by the test")
-            return own(attention, rows, number)
+            return own(attention, *args)
 
-        monkeypatch.setattr(HostAttention, "_descriptor", descriptor)
+        monkeypatch.setattr(HostAttention, "_jobs_of", jobs_of)
 
 
 class SometimesRefusesDeferred:
@@ -81,10 +81,10 @@ class SometimesRefusesDeferred:
         monkeypatch.setattr(DeferredAttention, "reset", healing)
 
 
-@pytest.mark.parametrize("slots", [0, 2], ids=["sync", "deferred"])
-@pytest.mark.parametrize("seed", range(int(os.environ.get("NEO_TEST_SEEDS", "2"))))
+@pytest.mark.parametrize("mode", ["sync", "pipelined", "deferred"])
+@pytest.mark.parametrize("seed", range(int(os.environ.get("NEO_TEST_SEEDS", "1"))))
 @pytest.mark.timeout(max(300, STEPS))
-def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, seed: int, slots: int) -> None:
+def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, seed: int, mode: str) -> None:
     """Deferred steps with every hand-off audited."""
     rng = random.Random(1000 + seed)
     prefixes = [random_prompt(rng, 90) for _ in range(3)]
@@ -97,11 +97,13 @@ def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPat
         "neo_host_kv_size": 10 * 64 * 2 * 2 * 16 * 3 * 4 / 1e9,  # ten pages
     }
     print(f"seed {seed}: {options}")
-    if slots:
-        options |= {"neo_deferred_slots": slots, "neo_check_integrity": True}
+    if mode == "pipelined":
+        options["neo_mode"] = mode
+    if mode == "deferred":
+        options |= {"neo_deferred_slots": 2, "neo_check_integrity": True}
         options["neo_host_kv_size"] *= 1.101  # one page is nobody's
     moves = RandomMoves(seed, rate=0.03)
-    refusals: Any = None if slots else SometimesRefuses(seed, monkeypatch)
+    refusals: Any = None if mode == "deferred" else SometimesRefuses(seed, monkeypatch)
     compared: list[Request] = []
     got: dict[str, list[int]] = {}
     steps = rounds = retractions = 0
@@ -109,7 +111,7 @@ def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPat
         manager, recovery = scheduler.scheduler.token_manager, scheduler.scheduler.recovery
         scheduler.scheduler.placement.rules = Rules(pause_steps=2, cooldown_steps=6, return_steps=16)
         before = manager.host_usage()
-        if slots:  # after the trial at start
+        if mode == "deferred":  # after the trial at start
             refusals = SometimesRefusesDeferred(seed, monkeypatch)
         while steps < STEPS:
             requests = round_of_requests(rng, prefixes, rounds)

@@ -456,7 +456,8 @@ class KVTransfer:
                 k64 = self._keys64(staged).contiguous()
                 v = parts.v.contiguous()
             k64 = k64.view(len(layers), -1, *k64.shape[-2:])
-            v64 = v.view(torch.int64).view(k64.shape)
+            # Flat first: contiguous() may leave any stride to a dimension of size one, which another type refuses.
+            v64 = v.view(-1).view(torch.int64).view(k64.shape)
             for row, layer in enumerate(layers):
                 self._k64[layer].index_copy_(0, slots, k64[row, : len(slots)])
                 self._v64[layer].index_copy_(0, slots, v64[row, : len(slots)])

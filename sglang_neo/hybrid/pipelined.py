@@ -69,22 +69,25 @@ class PipelinedAttention(HostAttention):
         await_arrivals(row for lane in rows for row in lane)
         self._epoch += 1
         number = self._epoch & 0x7FFFFFFF
-        jobs: list[Sequence[Any]] = []
-        kept: list[Any] = []
-        for boxes, lane_rows, lane_index in zip(self._lane_boxes, rows, index, strict=True):
+        for boxes, lane_index in zip(self._lane_boxes, index, strict=True):
             boxes.load_control(number, lane_index)
-            lane_jobs, plan = self._jobs_of(lane_rows, boxes)
-            jobs.append(lane_jobs)
-            kept += [plan, boxes]
-        in_turn = [job for layer in zip(*jobs, strict=True) for job in layer]
         try:
-            # Lanes have workspaces of their own, so two hand-offs may be in hand at once.
-            step = Step(self._epoch, number, self._lane_handoffs.with_jobs(in_turn), overlap=2, keepalive=kept)
-            self.service.submit(step)
+            self.service.submit(self._lane_descriptor(rows, number))
         except RuntimeError as refused:
             raise StepRefused(str(refused)) from refused
         self._taken = self._epoch
         return self._epoch
+
+    def _lane_descriptor(self, rows: Sequence[Sequence[HostRow]], number: int) -> Step:
+        nothing = [None] * self.geometry.layers
+        jobs, kept = [], []
+        for boxes, of_lane in zip(self._lane_boxes, rows, strict=True):
+            lane_jobs, plan = self._jobs_of(of_lane, boxes) if of_lane else (nothing, None)
+            jobs.append(lane_jobs)
+            kept += [plan, boxes]
+        in_turn = [job for layer in zip(*jobs, strict=True) for job in layer]
+        # Lanes have workspaces of their own, so two hand-offs may be in hand at once.
+        return Step(self._epoch, number, self._lane_handoffs.with_jobs(in_turn), overlap=2, keepalive=kept)
 
     # -- the model's side -------------------------------------------------------------------------------------
 

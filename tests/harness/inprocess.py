@@ -53,6 +53,7 @@ class Request:
     max_new_tokens: int = 16
     arrive: int = 0
     abort: int | None = None
+    vanishes: bool = False  # ``on_step`` may abort it
     sampling: Mapping[str, Any] = field(default_factory=dict)  # on top of greedy and ignore_eos
     input_logprobs: bool = False  # of the prompt, which then finds nothing cached
 
@@ -299,7 +300,7 @@ def _abort(name: str) -> Any:
 def _result(request: Request, req: Any) -> Result:
     if req.finished():
         finish = req.finished_reason.to_json()["type"]
-    elif request.abort is not None:
+    elif request.abort is not None or request.vanishes:
         finish = "abort"  # taken from the waiting queue: SGLang leaves the request object as it was
     else:
         raise AssertionError(f"the scheduler is idle, but request {request.name} has not finished")

@@ -31,12 +31,17 @@ class Setup:
     """Random device buffers, a host pool full of 0xEE and a KVTransfer between them."""
 
     def __init__(
-        self, dtype: str = "bfloat16", device: Any = None, on_device: torch.dtype | None = None, **options: Any
+        self,
+        dtype: str = "bfloat16",
+        device: Any = None,
+        on_device: torch.dtype | None = None,
+        heads: int = HEADS,
+        **options: Any,
     ):
-        self.geometry = HostKVGeometry(LAYERS, HEADS, DIM, dtype, TOKENS)
+        self.geometry = HostKVGeometry(LAYERS, heads, DIM, dtype, TOKENS)
         memory = torch.full((PAGES * self.geometry.bytes_per_page,), 0xEE, dtype=torch.uint8)
         self.pool = HostKVPool(self.geometry, PAGES, memory)
-        shape, kind = (SLOTS, HEADS, DIM), on_device or device_dtype(dtype)
+        shape, kind = (SLOTS, heads, DIM), on_device or device_dtype(dtype)
         self.k = [torch.randn(shape).to(kind) for _ in range(LAYERS)]
         self.v = [torch.randn(shape).to(kind) for _ in range(LAYERS)]
         self.transfer = KVTransfer(self.pool, self.k, self.v, device, **options)
@@ -125,6 +130,22 @@ def test_some_layers_only() -> None:
     old = [x.clone() for x in s.k]
     s.transfer.to_device([1, 2], some_slots(20, seed=1), layers=range(1, 2))
     assert [torch.equal(x, y) for x, y in zip(s.k, old, strict=True)] == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pages", [[3], [4, 9]])
+def test_one_head_and_one_layer_at_a_time(dtype: str, pages: list[int]) -> None:
+    """As in a tensor-parallel rank with one head. PyTorch looks at no stride of a dimension of size one."""
+    s = Setup(dtype, heads=1)
+    slots, to = some_slots(len(pages) * TOKENS - 3), some_slots(len(pages) * TOKENS - 3, seed=1)
+    for layer in range(LAYERS):
+        s.transfer.to_host(slots, pages, layers=range(layer, layer + 1))
+        assert torch.equal(s.pool.pages_tensor[layer, pages], s.packed(layer, slots))
+        want = layout.unpack_pages(
+            s.pool.pages_tensor[layer, pages], len(slots), dtype, TOKENS, DIM, device_dtype(dtype)
+        )
+        s.transfer.to_device(pages, to, layers=range(layer, layer + 1))
+        assert torch.equal(s.k[layer][to], want[0]) and torch.equal(s.v[layer][to], want[1])
 
 
 def test_no_tokens() -> None:
