@@ -220,7 +220,7 @@ def test_help_lists_our_flags_beside_sglangs(launch: Launch) -> None:
 # what only the server's processes find out
 
 
-@pytest.mark.slow  # as test_unsupported_architecture: what a worker finds is told in one line
+@pytest.mark.slow  # these two: what a worker finds; test_processes.py has the way it takes, without a server
 def test_damaged_weights(servers: ServerPool, tiny_spec: ServerSpec, broken: Path) -> None:
     """Found by two schedulers, behind a controller that says nothing of what they found: told once all the same."""
     weights = broken / "model.safetensors"
@@ -231,6 +231,7 @@ def test_damaged_weights(servers: ServerPool, tiny_spec: ServerSpec, broken: Pat
         check_told_in_one_line(server.log(), ["weights is damaged"])
 
 
+@pytest.mark.slow
 def test_unsupported_architecture(servers: ServerPool, tiny_spec: ServerSpec, broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))

@@ -72,6 +72,8 @@ def test_data_parallel_server_info(servers: ServerPool, dp_spec: ServerSpec) -> 
 
 
 CROWD, CROWD_TOKENS = 24, 120
+_source = random.Random(10)
+LONG = {"input_ids": [_source.randrange(3, 256) for _ in range(900)], "max_new_tokens": TOKENS, "ignore_eos": True}
 
 
 def answer_crowd(server: Server, workers: int, **request: object) -> list[list[int]]:
@@ -107,6 +109,13 @@ def crowd_alone(servers: ServerPool, dp_spec: ServerSpec) -> list[list[int]]:
     return answers
 
 
+@pytest.fixture(scope="module")
+def long_alone(servers: ServerPool, dp_spec: ServerSpec, crowd_alone: list[list[int]]) -> list[int]:
+    """The answer to a prompt larger than the device pool, on one rank."""
+    tokens: list[int] = servers.shared(dp_spec).generate(**LONG, routed_dp_rank=0)["output_ids"]
+    return tokens
+
+
 def test_answers_do_not_depend_on_the_pool(
     servers: ServerPool, dp_spec: ServerSpec, crowd_alone: list[list[int]]
 ) -> None:
@@ -115,7 +124,7 @@ def test_answers_do_not_depend_on_the_pool(
     check_used_the_host(server)
 
 
-def test_metrics_of_host_rows(servers: ServerPool, dp_spec: ServerSpec, crowd_alone: list[list[int]]) -> None:
+def test_metrics_of_host_rows(servers: ServerPool, dp_spec: ServerSpec, long_alone: list[int]) -> None:
     server = servers.shared(dp_spec)
     answer_crowd(server, CROWD, routed_dp_rank=1)
     neo, text = server.info()["neo"], server.get("/metrics").text
@@ -173,12 +182,9 @@ def test_tensor_parallel_ranks_move_the_same_requests(
 
 
 def test_tensor_parallel_ranks_take_a_prompt_larger_than_the_device_pool(
-    servers: ServerPool, tp_spec: ServerSpec, dp_spec: ServerSpec
+    servers: ServerPool, tp_spec: ServerSpec, long_alone: list[int]
 ) -> None:
-    source = random.Random(10)
-    body = {"input_ids": [source.randrange(3, 256) for _ in range(900)], "max_new_tokens": TOKENS, "ignore_eos": True}
-    one = servers.shared(dp_spec).generate(**body, routed_dp_rank=0)["output_ids"]
-    assert len(one) == TOKENS and servers.shared(tp_spec).generate(**body)["output_ids"] == one
+    assert len(long_alone) == TOKENS and servers.shared(tp_spec).generate(**LONG)["output_ids"] == long_alone
 
 
 def test_killed_launcher_takes_its_workers_along(servers: ServerPool, tp_spec: ServerSpec) -> None:
