@@ -18,7 +18,7 @@ be captured. Here the wait comes in the same layer (mode sync of docs/architectu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,8 +165,12 @@ class HostAttention(Boxes):
         self._epoch += 1
         number = self._epoch & 0x7FFFFFFF
         self.load_control(number, index)
+        return self._submit(lambda: self._descriptor(rows, number))
+
+    def _submit(self, descriptor: Callable[[], Step]) -> int:
+        """Gives the workers the step that ``_epoch`` is the number of. Raises StepRefused."""
         try:
-            self.service.submit(self._descriptor(rows, number))
+            self.service.submit(descriptor())
         except RuntimeError as refused:
             raise StepRefused(str(refused)) from refused
         self._taken = self._epoch

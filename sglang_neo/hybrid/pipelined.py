@@ -26,7 +26,7 @@ import greenlet
 import torch
 
 from cpu_kernels.workers import Handoffs, Step
-from sglang_neo.hybrid.host_attention import Boxes, Emission, HostAttention, StepRefused, await_arrivals
+from sglang_neo.hybrid.host_attention import Boxes, Emission, HostAttention, await_arrivals
 from sglang_neo.token_manager import HostRow
 
 
@@ -71,12 +71,7 @@ class PipelinedAttention(HostAttention):
         number = self._epoch & 0x7FFFFFFF
         for boxes, lane_index in zip(self._lane_boxes, index, strict=True):
             boxes.load_control(number, lane_index)
-        try:
-            self.service.submit(self._lane_descriptor(rows, number))
-        except RuntimeError as refused:
-            raise StepRefused(str(refused)) from refused
-        self._taken = self._epoch
-        return self._epoch
+        return self._submit(lambda: self._lane_descriptor(rows, number))
 
     def _lane_descriptor(self, rows: Sequence[Sequence[HostRow]], number: int) -> Step:
         nothing = [None] * self.geometry.layers
@@ -141,7 +136,7 @@ class PipelinedAttention(HostAttention):
         finally:
             self.current = outer
             for lane in lanes:
-                if lane and not lane.dead:
+                if lane:  # suspended in the middle
                     lane.throw()  # the other one failed
         return [outputs[i] for i in range(len(lanes))]
 
@@ -203,7 +198,6 @@ def lay_out(batch: Any, lanes: Lanes, sizes: LaneSizes) -> tuple[Any, torch.Tens
     device = batch.input_ids.device
     both = torch.tensor([*order, *places], dtype=torch.int64).to(device, non_blocking=True)
     at, rows = both.split((len(order), len(places)))
-    taken, empty = at.clamp(min=0), at < 0
     at_cpu = torch.tensor(order)
     changed: dict[str, Any] = {}
     for name in _PER_ROW:
@@ -212,12 +206,12 @@ def lay_out(batch: Any, lanes: Lanes, sizes: LaneSizes) -> tuple[Any, torch.Tens
             continue
         if isinstance(value, list):
             changed[name] = [value[i] if i >= 0 else None for i in order]
-        elif value.device.type == "cpu" and name == "seq_lens_cpu":
-            changed[name] = value[at_cpu.clamp(min=0)].masked_fill(at_cpu < 0, 1)
         else:
-            changed[name] = value.index_select(0, taken).masked_fill(empty, _PADDING.get(name, 0))
+            source = at_cpu if name == "seq_lens_cpu" else at
+            taken = value.index_select(0, source.clamp(min=0))
+            changed[name] = taken.masked_fill(source < 0, _PADDING.get(name, 0))
     if batch.mrope_positions is not None:
-        changed["mrope_positions"] = batch.mrope_positions.index_select(1, taken).masked_fill(empty, 0)
+        changed["mrope_positions"] = batch.mrope_positions.index_select(1, at.clamp(min=0)).masked_fill(at < 0, 0)
     if "seq_lens_cpu" in changed:
         changed["seq_lens_sum"] = int(changed["seq_lens_cpu"].sum())
     whole = dataclasses.replace(batch, batch_size=len(order), num_token_non_padded_cpu=len(order), **changed)
