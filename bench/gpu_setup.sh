@@ -23,7 +23,7 @@ else
   export -p | grep -E ' (PYTHON|SGLANG)' > "$site/environment"
 fi
 work=$(mktemp -d)
-cp -r bench tests pyproject.toml cpu_kernels/src "$work"
+cp -r bench tests docs README.md pyproject.toml cpu_kernels/src "$work"
 cd "$work" || exit 1
 shape() {
   mkdir -p "$work/shapes/$1"

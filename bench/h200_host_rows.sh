@@ -31,7 +31,7 @@ if [ -e tests/gpu/test_transfer.py ]; then
 fi
 wait $making || { cat "$OUT/model.txt"; exit 1; }
 log "log-probabilities, $layers layers"
-timeout 420 python3 -m bench.host_rows_logprobs "$model" --out "$OUT/logprobs.json" --logs logs "$@" -- --mem-fraction-static 0.6 2>&1 \
+timeout 300 python3 -m bench.host_rows_logprobs "$model" --out "$OUT/logprobs.json" --logs logs "$@" -- --mem-fraction-static 0.6 2>&1 \
   | tee "$OUT/logprobs.txt" || status=1
 cp logs/host/*.log "$OUT/server_host.log"
 tail -5 "$OUT/server_host.log"

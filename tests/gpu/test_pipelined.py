@@ -47,5 +47,5 @@ def test_two_lanes_without_graphs(tiny: Tiny) -> None:
     with InProcessScheduler("neo", model, **settings, **HOST, neo_mode="pipelined") as scheduler:
         got = scheduler.run(requests, RandomMoves(seed=3, rate=0.3))
         steps = scheduler.scheduler.neo_metrics.counters.steps
-    assert steps["pipelined"] > 20, steps
+    assert steps["pipelined"] > 10, steps
     assert_alike(expected, got)

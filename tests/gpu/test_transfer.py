@@ -79,7 +79,7 @@ def some_pages(count: int, seed: int) -> list[int]:
     return torch.randperm(PAGES, generator=torch.Generator().manual_seed(seed))[:pages].tolist()
 
 
-def spin(milliseconds: int = 200) -> None:
+def spin(milliseconds: int = 1000) -> None:
     """Keeps the current stream busy."""
     torch.cuda._sleep(int(milliseconds * 1.5e6))
 
