@@ -3,6 +3,7 @@
 #   BUNDLE   folder with an unpack.sh that puts SGLang's packages on PYTHONPATH, and wheels of what else we need; not set
 #            where SGLang is installed
 #   SITE     folder in which to build, not set: a temporary one. A second script given the same folder builds nothing
+#   MODELS   folder with SmolLM2-135M-Instruct, as `make setup` makes it, for tests that want a real model; may be unset
 # Builds the project, and goes on in a folder without its source tree: the installed package must be what runs.
 # Afterwards: log MESSAGE, shape NAME (a folder with only that config.json), and status, 0 so far.
 status=0
@@ -24,6 +25,7 @@ else
 fi
 work=$(mktemp -d)
 cp -r bench tests docs README.md pyproject.toml cpu_kernels/src "$work"
+[ -z "${MODELS:-}" ] || ln -s "$MODELS" "$work/models"
 cd "$work" || exit 1
 shape() {
   mkdir -p "$work/shapes/$1"

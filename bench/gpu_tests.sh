@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 running=()
 for some in "$@"; do
   file=${some%%:*} words=${some#"${some%%:*}"}
-  timeout "${LIMIT:-240}" python3 -m pytest "tests/gpu/test_$file.py" -m gpu -v -k "${words#:}" -p no:cacheprovider \
+  timeout "${LIMIT:-240}" python3 -m pytest "tests/gpu/test_$file.py" -m gpu -v -s -k "${words#:}" -p no:cacheprovider \
     --durations=5 > "$work/tests-$some.log" 2>&1 &
   running+=($!)
 done

@@ -146,7 +146,9 @@ def test_slots_can_be_reused_at_once(setup: Setup) -> None:
     slots, pages = some_slots(1000), some_pages(1000, 1)
     setup.cpu.to_host(slots, pages)
     on_device = slots.to(DEVICE)
-    setup.transfer.to_host(on_device, pages).synchronize()  # kernels are loaded, which may take long
+    # Kernels are loaded, which may wait for the device: those of the copy, and that of the loop below.
+    setup.transfer.to_host(on_device, pages).synchronize()
+    setup.k[0].clone()[on_device] = 7.0
     setup.pool.pages_tensor.zero_()
     spin()
     transfer = setup.transfer.to_host(on_device, pages)
