@@ -94,5 +94,6 @@ def test_tokens_equal_plain_sglang(
         steps, host_tokens = counters.steps, counters.host_tokens
     print(f"{model.name}, {mode}: steps {steps}, replays {dict(counts)}, {host_tokens} tokens of host rows")
     assert steps[mode] > 20 and sum(count for label, count in counts.items() if label) > 20, (steps, counts)
-    assert host_tokens > 200, host_tokens
+    # A row in deferred mode gets a token every layers + 1 steps.
+    assert host_tokens > (30 if mode == "deferred" else 200), host_tokens
     assert_exact(expected, {name: result.tokens for name, result in got.items()})
