@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_neo.host_kv import layout
-from sglang_neo.host_kv.pool import HostKVPool
+from sglang_neo.host_kv.packing import Packing, packing_for
+from sglang_neo.host_kv.pool import HostKVGeometry, HostKVPool
 from sglang_neo.host_kv.streams import Device, Mark, Queue, device_for
 
 #: Device memory for staging, all buffers together.
@@ -29,8 +30,6 @@ STAGING_BYTES = 128 << 20
 STAGING_BUFFERS = 4
 #: CUDA's limit for the distance of rows in a two-dimensional copy; beyond it rows are copied one by one.
 MAX_PITCH = 2**31 - 1
-#: Quantising and converting work in fp32, with several intermediate results: smaller groups, to bound that memory.
-_CONVERSION_SHARE = 4
 
 
 class Transfer:
@@ -161,8 +160,9 @@ class KVTransfer:
         k, v: per layer [slots, kv_heads, head_dim] on the device, SGLang's buffers (device_pool.device_kv).
         device: default: that of k.
         staging_bytes: device memory to use, in ``buffers`` buffers of equal size; more of it lets the current stream
-            run further ahead of the bus. Packing and unpacking take a buffer's size again (int8: twice) while they run.
+            run further ahead of the bus.
         max_pitch: host pages of a layer further apart than this are copied layer by layer.
+        packing: makes what packs and unpacks pages on the device.
 
     Raises:
         ValueError: the buffers do not fit the pool, or a staging buffer would not hold a page of a layer.
@@ -178,6 +178,7 @@ class KVTransfer:
         staging_bytes: int = STAGING_BYTES,
         buffers: int = STAGING_BUFFERS,
         max_pitch: int = MAX_PITCH,
+        packing: Callable[[HostKVGeometry, Sequence[torch.Tensor], Sequence[torch.Tensor]], Packing] = packing_for,
     ) -> None:
         self.pool, geometry = pool, pool.geometry
         want = (geometry.kv_heads, geometry.head_dim)
@@ -192,15 +193,14 @@ class KVTransfer:
                     f"got {list(x.shape)} of {x.dtype}"
                 )
         self.device: Device = device if device is not None else device_for(k[0].device)
-        self.dtype: torch.dtype = k[0].dtype
-        self._converts = layout.element_dtype(geometry.dtype) != self.dtype
-        self._set_buffers(k, v)
+        self._packing, self._make_packing = packing(geometry, k, v), packing
         self._unit = geometry.kv_heads * geometry.page_bytes
-        size = staging_bytes // max(buffers, 1)
-        self._capacity = (size // _CONVERSION_SHARE if self._converts else size) // self._unit
+        factor = self._packing.memory_factor  # smaller groups, to bound that memory
+        self._capacity = staging_bytes // max(buffers, 1) // factor // self._unit
         if buffers < 1 or self._capacity < 1:
-            least = self._unit * max(buffers, 1) * (_CONVERSION_SHARE if self._converts else 1)
+            least = self._unit * max(buffers, 1) * factor
             raise ValueError(f"staging needs {least} bytes at least, in one buffer or more; got {staging_bytes}")
+        self._buffer = k[0]  # what all of them are like
         self._host = pool.pages_tensor.view(-1)
         self._piece_ends = pool.piece_ends
         self._max_pitch = max_pitch
@@ -212,12 +212,6 @@ class KVTransfer:
         self._out, self._in = self.device.queue(), self.device.queue()
         self._pending: list[_Pending] = []
 
-    def _set_buffers(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
-        self._k, self._v = list(k), list(v)
-        # Rows are whole multiples of 32 bytes: where only bytes move, eight at a time.
-        self._k64 = [x.view(torch.int64) for x in k]
-        self._v64 = [x.view(torch.int64) for x in v]
-
     def over(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> KVTransfer:
         """Copies between the same host pool and other device buffers, one per layer (layers may share one).
 
@@ -227,18 +221,20 @@ class KVTransfer:
             ValueError: the buffers are not such as this one's.
         """
         for x in (*k, *v):
-            if x.shape[1:] != self._k[0].shape[1:] or x.dtype != self.dtype or x.device != self._k[0].device:
-                raise ValueError(f"buffers must be like {list(self._k[0].shape)} of {self.dtype}, got {list(x.shape)}")
-        if len(k) != len(self._k) or len(v) != len(self._v):
-            raise ValueError(f"buffers of {len(self._k)} layers are needed, got {len(k)} of K, {len(v)} of V")
+            like = self._buffer
+            if x.shape[1:] != like.shape[1:] or x.dtype != like.dtype or x.device != like.device:
+                raise ValueError(f"buffers must be like {list(like.shape)} of {like.dtype}, got {list(x.shape)}")
+        layers = self.pool.geometry.layers
+        if len(k) != layers or len(v) != layers:
+            raise ValueError(f"buffers of {layers} layers are needed, got {len(k)} of K, {len(v)} of V")
         other = copy.copy(self)
-        other._set_buffers(k, v)
+        other._packing = self._make_packing(self.pool.geometry, k, v)
         return other
 
     @property
     def exact(self) -> bool:
         """Whether what comes back is bit for bit what went out."""
-        return not self._converts
+        return layout.element_dtype(self.pool.geometry.dtype) == self._buffer.dtype
 
     def to_host(
         self, slots: torch.Tensor, pages: Sequence[int], *, layers: range | None = None, background: bool = False
@@ -398,68 +394,13 @@ class KVTransfer:
         used = stage.buffer[: layers * pages * self._unit]
         return used.view(layers, pages, self.pool.geometry.kv_heads, self.pool.geometry.page_bytes)
 
-    def _keys64(self, staged: torch.Tensor) -> torch.Tensor:
-        """The keys of pages without scales, eight bytes at a time: [layers, pages, T, kv_heads, row_bytes / 8]."""
-        half = staged.shape[-1] // 2
-        tokens = self.pool.geometry.page_tokens
-        return staged[..., :half].view(torch.int64).unflatten(-1, (tokens, -1)).transpose(-2, -3)
-
     def _gather(self, chunk: Chunk, stage: _Stage, slots: torch.Tensor, tokens: int) -> Callable[[], None]:
         """Device slots to staged pages. ``slots``: of whole pages; ``tokens``: of the whole transfer."""
-        geometry = self.pool.geometry
-        page_tokens, layers = geometry.page_tokens, range(chunk.first_layer, chunk.end_layer)
-        valid = min(tokens - chunk.first_page * page_tokens, len(slots))
-
-        def move() -> None:
-            staged = self._staged(chunk, stage)
-            parts = layout.page_parts(staged, geometry.dtype, page_tokens, geometry.head_dim)
-            keys, k_slots = self._keys64(staged), slots.view(-1, page_tokens)
-            # Values are interleaved two bytes at a time: gathered in whole rows first, in one go for all layers after.
-            values = torch.empty(
-                len(layers), len(slots), *self._v64[0].shape[1:], dtype=torch.int64, device=slots.device
-            )
-            for row, layer in enumerate(layers):
-                torch.ops.aten.index.Tensor_out(self._k64[layer], [k_slots], out=keys[row])
-                torch.index_select(self._v64[layer], 0, slots, out=values[row])
-            parts.v.copy_(values.view(self.dtype).view(parts.v.shape))
-            if valid < len(slots):
-                parts.zero_after(valid - (len(slots) - page_tokens))
-
-        def convert() -> None:
-            parts = layout.page_parts(self._staged(chunk, stage), geometry.dtype, page_tokens, geometry.head_dim)
-            shape = (len(layers), len(slots), geometry.kv_heads, geometry.head_dim)
-            k = torch.empty(shape, dtype=self.dtype, device=slots.device)
-            v = torch.empty_like(k)
-            for row, layer in enumerate(layers):
-                torch.index_select(self._k[layer], 0, slots, out=k[row])
-                torch.index_select(self._v[layer], 0, slots, out=v[row])
-            k[:, valid:].zero_()
-            v[:, valid:].zero_()
-            layout.store_tokens(parts, k.view(parts.k.shape), v.view(parts.k.shape))
-
-        return convert if self._converts else move
+        layers = range(chunk.first_layer, chunk.end_layer)
+        valid = min(tokens - chunk.first_page * self.pool.geometry.page_tokens, len(slots))
+        return lambda: self._packing.gather(layers, slots, valid, self._staged(chunk, stage))
 
     def _scatter(self, chunk: Chunk, stage: _Stage, slots: torch.Tensor) -> Callable[[], None]:
         """Staged pages to device slots."""
-        geometry = self.pool.geometry
-        page_tokens, layers = geometry.page_tokens, range(chunk.first_layer, chunk.end_layer)
-
-        def work() -> None:
-            staged = self._staged(chunk, stage)
-            parts = layout.page_parts(staged, geometry.dtype, page_tokens, geometry.head_dim)
-            if self._converts:
-                k = torch.empty(parts.k.shape, dtype=self.dtype, device=slots.device)
-                v = torch.empty_like(k)
-                layout.load_tokens(parts, k, v)
-                k64 = k.view(torch.int64)
-            else:
-                k64 = self._keys64(staged).contiguous()
-                v = parts.v.contiguous()
-            k64 = k64.view(len(layers), -1, *k64.shape[-2:])
-            # Flat first: contiguous() may leave any stride to a dimension of size one, which another type refuses.
-            v64 = v.view(-1).view(torch.int64).view(k64.shape)
-            for row, layer in enumerate(layers):
-                self._k64[layer].index_copy_(0, slots, k64[row, : len(slots)])
-                self._v64[layer].index_copy_(0, slots, v64[row, : len(slots)])
-
-        return work
+        layers = range(chunk.first_layer, chunk.end_layer)
+        return lambda: self._packing.scatter(layers, self._staged(chunk, stage), slots)
