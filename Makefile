@@ -36,7 +36,7 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check
 # Byte code of what was installed with --no-compile: pip makes it on one core, and for the packages' tests too. Installed
 # files that are no valid Python are none of our business.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/site-packages/.*/tests?/' $(VENV)/lib || true
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/site-packages/(.*/tests?/|transformers/models/)' $(VENV)/lib || true
 # Stamps: what was installed, for which device. A change of the files named beside them installs again.
 DEPS  := $(VENV)/.deps-$(DEVICE)
 BUILD := $(VENV)/.build
