@@ -47,6 +47,7 @@ import torch
 
 from bench.record import provenance
 from cpu_kernels.workers import Job
+from sglang_neo.hybrid.host_attention import Lane
 from sglang_neo.planning.placement import Rules
 from sglang_neo.token_manager import host_row
 from tests.harness.inprocess import InProcessScheduler, Request, Result
@@ -104,7 +105,7 @@ class Steps:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             rows = [row for req in running if (row := host_row(req))]
-            step = attention._descriptor(rows, 0)
+            step = attention._descriptor([Lane(attention, rows, ())], attention._handoffs, 0)
             self.attention_us += alone(attention, step.handoffs.keepalive)
             self.delay_us += alone(attention, delays(attention))
         if kind == "hidden":
@@ -147,8 +148,8 @@ def answering(attention: Any, handoffs: Any) -> Iterator[None]:
     """The workers do this for a step instead of attention."""
     own = attention._descriptor
 
-    def descriptor(rows: Sequence[Any], number: int) -> Any:
-        return dataclasses.replace(own(rows, number), handoffs=handoffs)
+    def descriptor(*args: Any) -> Any:
+        return dataclasses.replace(own(*args), handoffs=handoffs)
 
     with replaced(attention, "_descriptor", descriptor):
         yield

@@ -15,12 +15,16 @@ from sglang_neo.token_manager import NeoTokenManager
 logger = logging.getLogger(__name__)
 
 
+#: Of decode steps. pipelined_prefill: host rows alone, in the second lane of a prefill.
+STEP_MODES = ("gpu_only", "sync", "pipelined", "pipelined_prefill", "deferred")
+
+
 @dataclass
 class StepCounters:
     """Since the start."""
 
     host_tokens: int = 0  # output tokens of host rows
-    steps: dict[str, int] = field(default_factory=lambda: {"gpu_only": 0, "sync": 0, "pipelined": 0, "deferred": 0})
+    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STEP_MODES, 0))
 
 
 class NeoMetrics:

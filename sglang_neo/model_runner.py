@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 from sglang.srt.runtime_context import get_schedule
 
 from sglang_neo import token_manager
@@ -92,6 +93,16 @@ def host_batch_rows(batch: ScheduleBatch) -> HostBatchRows | None:
     return HostBatchRows([batch.reqs[i] for i in index], index) if index else None
 
 
+@dataclasses.dataclass
+class Beside:
+    """A decode batch of host rows that runs as lane B of a prefill."""
+
+    forward_batch: Any  # SGLang's
+    rows: HostBatchRows
+    output: Any = None  # SGLang's ModelRunnerOutput, when the prefill has run
+    launched: LaunchedHostRows | None = None
+
+
 def host_prompts(batch: ScheduleBatch) -> Sequence[Any] | None:
     """The requests of a prefill batch whose KV goes to host memory (all of them, or none)."""
     to_host = batch.forward_mode.is_extend() and batch.reqs and host_row(batch.reqs[0]) is not None
@@ -111,6 +122,8 @@ class NeoModelRunner(ModelRunner):
     neo_rows: HostBatchRows | None = None
     #: The same: requests of a prefill batch that goes to host memory.
     neo_prompts: Sequence[Any] | None = None
+    #: The same: host rows that decode beside a prefill batch. The forward after that is theirs, and has its output.
+    neo_beside: Beside | None = None
     #: The same: a deferred step.
     neo_step: DeferredStep | None = None
     neo_launched: LaunchedHostRows | None = None
@@ -150,17 +163,13 @@ class NeoModelRunner(ModelRunner):
                     raise
 
     def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        beside, self.neo_beside = self.neo_beside, None
+        if beside is not None and beside.forward_batch is forward_batch:
+            return beside.output
         rows, self.neo_rows = self.neo_rows, None
         prompts, self.neo_prompts = self.neo_prompts, None
-        if prompts is not None:
-            assert self.neo_host is not None
-            lines = self.req_to_token_pool.req_to_token
-            with (
-                self.neo_host.prefill.running(
-                    [req.neo_host_row for req in prompts], [req.req_pool_idx for req in prompts], lines
-                ),
-                self._no_static_buffers(),
-            ):
+        if prompts is not None or beside is not None:
+            with self._to_host(prompts), self._no_static_buffers(), self._with_second_lane(beside):
                 return super().forward(forward_batch, *args, **kwargs)
         step, self.neo_step = self.neo_step, None
         if step is not None:
@@ -187,6 +196,49 @@ class NeoModelRunner(ModelRunner):
         if layers.received != (0 if output.can_run_graph else attention.geometry.layers):
             raise RuntimeError(f"a step handed over host rows of {layers.received} layers")
         return output
+
+    @contextlib.contextmanager
+    def _to_host(self, prompts: Sequence[Any] | None) -> Iterator[None]:
+        """For the prefill of prompts that go to host memory; None: to the device."""
+        if prompts is None:
+            yield
+            return
+        assert self.neo_host is not None
+        rows, lines = [req.neo_host_row for req in prompts], [req.req_pool_idx for req in prompts]
+        with self.neo_host.prefill.running(rows, lines, self.req_to_token_pool.req_to_token):
+            yield
+
+    @contextlib.contextmanager
+    def _with_second_lane(self, beside: Beside | None) -> Iterator[None]:
+        """For a prefill beside which host rows decode; None: it is alone."""
+        if beside is None:
+            yield
+            return
+        assert self.neo_host is not None
+        attention = self.neo_host.attention
+        assert isinstance(attention, PipelinedAttention)
+        self.neo_host.transfer.settle()
+        refused, outputs = None, list[Any]()
+        try:
+            attention.launch_beside([req.neo_host_row for req in beside.rows.reqs])
+        except StepRefused as reason:
+            refused = str(reason)
+        beside.launched = LaunchedHostRows(
+            beside.rows.reqs, attention.launched_epoch, refused, mode="pipelined_prefill"
+        )
+        forward = attention.beside(self.model.forward, beside.forward_batch, outputs, flags=refused is None)
+        with self._forward_of_model(forward):
+            yield
+        beside.output = ModelRunnerOutput(logits_output=outputs[0], can_run_graph=False)
+
+    @contextlib.contextmanager
+    def _forward_of_model(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """SGLang's runners call this in place of the model's own."""
+        self.model.forward = forward
+        try:
+            yield
+        finally:
+            del self.model.forward
 
     def _lanes(self, rows: HostBatchRows, forward_batch: Any) -> Lanes | None:
         """Who rides where; None: one lane is better."""
@@ -224,19 +276,20 @@ class NeoModelRunner(ModelRunner):
         self.neo_launched = LaunchedHostRows(rows.reqs, attention.launched_epoch, refused, mode="pipelined")
         at_cpu = torch.tensor(rows.index)
         hide_host_rows(forward_batch, at_cpu.to(forward_batch.input_ids.device, non_blocking=True), at_cpu)
-        if refused is not None:
-            return super().forward(forward_batch, *args, **kwargs)
         whole, places = lay_out(forward_batch, lanes, sizes)
-        with self._graphs_in_lanes(attention, sizes, captured=padded is not None):
+        # Nobody answers the flags of a graph in a step that was refused. It runs in lanes of the same sizes even so:
+        # another rank's service may have taken it.
+        captured = padded is not None and refused is None
+        with self._in_lanes(attention, sizes, captured, flags=refused is None):
             output = super().forward(whole, *args, **kwargs)
-        if output.can_run_graph != (padded is not None):
+        if output.can_run_graph != captured:
             raise RuntimeError("a step in two lanes did not run as it was meant to")
         if places is not None:
             output.logits_output = rows_of_output(output.logits_output, places)
         return output
 
     @contextlib.contextmanager
-    def _graphs_in_lanes(self, attention: PipelinedAttention, sizes: LaneSizes, captured: bool) -> Iterator[None]:
+    def _in_lanes(self, attention: PipelinedAttention, sizes: LaneSizes, captured: bool, flags: bool) -> Iterator[None]:
         """For a forward in two lanes: its graph, or the model's forward in lanes where SGLang runs it eagerly."""
         runner, attention.sizes = self.decode_cuda_graph_runner, sizes
         try:
@@ -245,11 +298,11 @@ class NeoModelRunner(ModelRunner):
                     yield
                 return
             self.decode_cuda_graph_runner = None
-            self.model.forward = attention.in_lanes(self.model.forward, sizes)
+            forward = attention.in_lanes(self.model.forward, sizes, flags=lambda: flags)
             try:
-                yield
+                with self._forward_of_model(forward):
+                    yield
             finally:
-                del self.model.forward
                 self.decode_cuda_graph_runner = runner
         finally:
             attention.sizes = None
@@ -319,6 +372,10 @@ class NeoModelRunner(ModelRunner):
 class NeoTpModelWorker(TpModelWorker):
     """SGLang has no factory for the model runner, so the method that names its class is overridden."""
 
+    #: Set by the scheduler for the next prefill: a decode batch of host rows that runs beside it. Its result becomes
+    #: ``neo_beside`` of the prefill's.
+    neo_beside: ScheduleBatch | None = None
+
     def _init_model_runner(self) -> None:
         self._model_runner = NeoModelRunner(
             model_config=self.model_config,
@@ -339,9 +396,24 @@ class NeoTpModelWorker(TpModelWorker):
         runner.neo_rows = host_batch_rows(batch) if decode else None
         runner.neo_prompts = host_prompts(batch) if batch is not None else None
         runner.neo_step, runner.neo_launched = step, None
+        part, self.neo_beside = self.neo_beside, None
+        runner.neo_beside = beside = self._beside(part) if part is not None else None
         result = super().forward_batch_generation(batch, *args, **kwargs)
         result.neo_launched = runner.neo_launched
+        if beside is not None:
+            runner.neo_beside = beside
+            # SGLang finds the model's output there already, and samples.
+            result.neo_beside = super().forward_batch_generation(None, beside.forward_batch)
+            result.neo_beside.neo_launched = beside.launched
+            # Tensors of the scheduler's stream, until the forward is surely over.
+            result.extra_keep_alive_refs = [*(result.extra_keep_alive_refs or ()), part, beside.forward_batch]
         return result
+
+    def _beside(self, part: ScheduleBatch) -> Beside:
+        rows = host_batch_rows(part)
+        assert rows is not None and len(rows.reqs) == len(part.reqs)
+        forward_batch = ForwardBatch.init_new(part, self.model_runner, return_hidden_states_before_norm=False)
+        return Beside(forward_batch, rows)
 
     def get_worker_info(self) -> tuple[Any, ...]:
         """SGLang's, where the longest request is the longest that fits either pool."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,10 @@ from sglang_neo import __version__, batching, seams
 from sglang_neo.batching import NeoScheduleBatch
 from sglang_neo.deferral import Deferral
 from sglang_neo.hybrid.deferred import DeferredAttention
+from sglang_neo.hybrid.pipelined import PipelinedAttention
 from sglang_neo.metrics import NeoMetrics
 from sglang_neo.model_runner import NeoTpModelWorker
+from sglang_neo.pipelining import Pipelining
 from sglang_neo.placement import Placement
 from sglang_neo.prefix_cache import add_host_cache
 from sglang_neo.recovery import Recovery
@@ -64,6 +67,7 @@ class NeoScheduler(Scheduler):
         self.deferral = (
             Deferral(self, attention, self.token_manager) if isinstance(attention, DeferredAttention) else None
         )
+        self.pipelining = Pipelining(self, self.token_manager) if isinstance(attention, PipelinedAttention) else None
         if attention is not None:
             extend_profiler(self.profiler_manager, attention)
         self.neo_metrics = NeoMetrics(
@@ -101,7 +105,7 @@ class NeoScheduler(Scheduler):
             assert self.recovery is not None
             self.deferral.settle(self.recovery)
         if self.recovery is not None and self.recovery.pending:
-            if self.recovery.in_flight(last_batch):
+            if self.recovery.in_flight():
                 return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
             self.recovery.restart(running_batch)
             if self.deferral is not None:
@@ -170,7 +174,21 @@ class NeoScheduler(Scheduler):
         finally:
             self.max_total_num_tokens = device
 
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = functools.partial(super().run_batch, batch, *args, **kwargs)
+        return self.pipelining.run(batch, forward) if self.pipelining is not None else forward()
+
+    def launch_batch_sample_if_needed(self, batch_result: Any, cur_batch: Any) -> None:
+        super().launch_batch_sample_if_needed(batch_result, cur_batch)
+        if (beside := getattr(batch_result, "neo_beside", None)) is not None:
+            super().launch_batch_sample_if_needed(beside.result, beside.batch)
+
     def process_batch_result(self, batch: Any, result: Any) -> None:
+        self._process_batch_result(batch, result)
+        if (beside := getattr(result, "neo_beside", None)) is not None:
+            self._process_batch_result(*beside)
+
+    def _process_batch_result(self, batch: Any, result: Any) -> None:
         if batch.forward_mode.is_decode():
             self.neo_metrics.count_decode(getattr(result, "neo_launched", None))
         if self.server_args.neo_report_host_rows:
@@ -197,7 +215,7 @@ class NeoScheduler(Scheduler):
             return "gpu-only"
         if self.deferral is not None:
             return "deferred"
-        return "pipelined" if self.server_args.neo_mode == "pipelined" else "sync"
+        return "pipelined" if self.pipelining is not None else "sync"
 
     def neo_state(self) -> dict[str, Any]:
         """The ``neo`` block of ``/server_info``: what runs here, as plain JSON values."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_neo.hybrid.host_attention import Emission
-from sglang_neo.hybrid.pipelined import LaneEmission
+from sglang_neo.hybrid.pipelined import LaneEmission, PrefillLane
 from sglang_neo.planning.placement import Rules
 from tests.harness.exact import assert_exact
 from tests.harness.graphs import capture_decode_steps
@@ -83,30 +83,43 @@ def test_random_workloads(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_lanes_take_turns(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A and B hand over a layer before either has its answer."""
+    """A and B hand over a layer before either has its answer; beside a prefill, B waits when the next layer's attention
+    is on its way."""
     events: list[tuple[str, str, int]] = []
 
-    def noting(name: str) -> None:
-        own = getattr(Emission, name)
+    def noting(owner: type, name: str) -> None:
+        own = getattr(owner, name)
 
-        def noted(self: Any, layer: int, *args: Any) -> None:
-            if isinstance(self, LaneEmission):
-                events.append((name, "A" if self.has_device_rows else "B", layer))
-            own(self, layer, *args)
+        def noted(self: Any, *args: Any) -> None:
+            if isinstance(self, PrefillLane):
+                events.append(("attend", "A", self.received))
+            elif isinstance(self, LaneEmission):
+                events.append((name, "A" if self.has_device_rows else "B", args[0]))
+            own(self, *args)
 
-        monkeypatch.setattr(Emission, name, noted)
+        monkeypatch.setattr(owner, name, noted)
 
-    noting("send")
-    noting("receive")
+    noting(Emission, "send")
+    noting(Emission, "receive")
+    noting(PrefillLane, "handed_over")
     with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, neo_mode="pipelined") as scheduler:
         layers = scheduler.scheduler.placement.attention.geometry.layers
         scheduler.run(crowd(seed=2, count=8, answer=30), RandomMoves(seed=2, rate=0.3))
-    order = [("send", lane, 0) for lane in "AB"]
+        counts = scheduler.scheduler.neo_metrics.counters.steps
+    decode = [("send", lane, 0) for lane in "AB"]
+    beside = [("attend", "A", 0), ("send", "B", 0)]
     for layer in range(layers):
+        more = layer + 1 < layers
         for lane in "AB":
-            order += [("receive", lane, layer)] + [("send", lane, layer + 1)] * (layer + 1 < layers)
-    assert len(events) >= len(order) and len(events) % len(order) == 0
-    assert all(events[i : i + len(order)] == order for i in range(0, len(events), len(order)))
+            decode += [("receive", lane, layer)] + [("send", lane, layer + 1)] * more
+        beside += [("attend", "A", layer + 1)] * more + [("receive", "B", layer)] + [("send", "B", layer + 1)] * more
+    steps = {"pipelined": 0, "pipelined_prefill": 0}
+    while events:
+        kind, order = ("pipelined", decode) if events[0][0] == "send" else ("pipelined_prefill", beside)
+        assert events[: len(order)] == order
+        del events[: len(order)]
+        steps[kind] += 1
+    assert min(steps.values()) > 0 and all(counts[kind] == count for kind, count in steps.items()), (steps, counts)
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
