@@ -27,7 +27,7 @@ from sglang_neo.hybrid.deferred import DeferredAttention, DeferredEmission, Defe
 from sglang_neo.hybrid.host_attention import StepRefused
 from sglang_neo.hybrid.parity import check_parity
 from sglang_neo.hybrid.pipelined import Lanes, LaneSizes, PipelinedAttention, lay_out
-from sglang_neo.planning.lanes import lane_a, second_lane
+from sglang_neo.planning.lanes import lane_a
 from sglang_neo.recovery import LaunchedHostRows
 from sglang_neo.refusals import gpu_only_reasons
 from sglang_neo.token_manager import NeoReqToTokenPool, host_row
@@ -120,6 +120,8 @@ class NeoModelRunner(ModelRunner):
     neo_gpu_only_reason: str | None = None
     #: Set by the worker for the next forward, and what became of it.
     neo_rows: HostBatchRows | None = None
+    #: The same: in which lanes these are; None: one batch, in mode sync.
+    neo_lanes: Lanes | None = None
     #: The same: requests of a prefill batch that goes to host memory.
     neo_prompts: Sequence[Any] | None = None
     #: The same: host rows that decode beside a prefill batch. The forward after that is theirs, and has its output.
@@ -166,7 +168,7 @@ class NeoModelRunner(ModelRunner):
         beside, self.neo_beside = self.neo_beside, None
         if beside is not None and beside.forward_batch is forward_batch:
             return beside.output
-        rows, self.neo_rows = self.neo_rows, None
+        (rows, lanes), self.neo_rows, self.neo_lanes = (self.neo_rows, self.neo_lanes), None, None
         prompts, self.neo_prompts = self.neo_prompts, None
         if prompts is not None or beside is not None:
             with self._to_host(prompts), self._no_static_buffers(), self._with_second_lane(beside):
@@ -179,7 +181,8 @@ class NeoModelRunner(ModelRunner):
         assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
         self.neo_host.transfer.settle()
         attention = self.neo_host.attention
-        if isinstance(attention, PipelinedAttention) and (lanes := self._lanes(rows, forward_batch)) is not None:
+        if lanes is not None:
+            assert isinstance(attention, PipelinedAttention)
             return self._forward_in_lanes(forward_batch, attention, rows, lanes, *args, **kwargs)
         refused = None
         try:
@@ -240,19 +243,9 @@ class NeoModelRunner(ModelRunner):
         finally:
             del self.model.forward
 
-    def _lanes(self, rows: HostBatchRows, forward_batch: Any) -> Lanes | None:
-        """Who rides where; None: one lane is better."""
-        tokens = [req.neo_host_row.tokens for req in rows.reqs]
-        in_b = second_lane(tokens, forward_batch.batch_size, self._lane_buckets)
-        if in_b == 0:
-            return None
-        at_host = set(rows.index)
-        device = [at for at in range(forward_batch.batch_size) if at not in at_host]
-        return Lanes([*device, *rows.index[:-in_b]], rows.index[-in_b:])
-
     @property
-    def _lane_buckets(self) -> Sequence[tuple[int, int]]:
-        """Of the graphs in two lanes; none where they run eagerly."""
+    def neo_lane_buckets(self) -> Sequence[tuple[int, int]]:
+        """Rows of lanes A and B of the graphs in two lanes; none where such steps run eagerly."""
         return getattr(self.decode_cuda_graph_runner, "lane_buckets", ())
 
     def _forward_in_lanes(
@@ -264,7 +257,7 @@ class NeoModelRunner(ModelRunner):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        padded = lane_a(forward_batch.batch_size, len(lanes.b), self._lane_buckets)
+        padded = lane_a(forward_batch.batch_size, len(lanes.b), self.neo_lane_buckets)
         sizes = LaneSizes(padded or len(lanes.a), len(lanes.b))
         of_req = {at: req.neo_host_row for at, req in zip(rows.index, rows.reqs, strict=True)}
         index = [[place for place, at in enumerate(lane) if at in of_req] for lane in (lanes.a, lanes.b)]
@@ -273,7 +266,8 @@ class NeoModelRunner(ModelRunner):
             attention.launch_lanes([[of_req[at] for at in lane if at in of_req] for lane in (lanes.a, lanes.b)], index)
         except StepRefused as reason:
             refused = str(reason)
-        self.neo_launched = LaunchedHostRows(rows.reqs, attention.launched_epoch, refused, mode="pipelined")
+        epoch, tokens = attention.launched_epoch, sum(row.tokens for row in of_req.values())
+        self.neo_launched = LaunchedHostRows(rows.reqs, epoch, refused, mode="pipelined", tokens=tokens)
         at_cpu = torch.tensor(rows.index)
         hide_host_rows(forward_batch, at_cpu.to(forward_batch.input_ids.device, non_blocking=True), at_cpu)
         whole, places = lay_out(forward_batch, lanes, sizes)
@@ -394,6 +388,7 @@ class NeoTpModelWorker(TpModelWorker):
         runner, step = self.model_runner, getattr(batch, "neo_step", None)
         decode = step is None and batch is not None and batch.forward_mode.is_decode()
         runner.neo_rows = host_batch_rows(batch) if decode else None
+        runner.neo_lanes = getattr(batch, "neo_lanes", None) if decode else None
         runner.neo_prompts = host_prompts(batch) if batch is not None else None
         runner.neo_step, runner.neo_launched = step, None
         part, self.neo_beside = self.neo_beside, None

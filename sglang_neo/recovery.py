@@ -39,6 +39,7 @@ class LaunchedHostRows:
     mode: str = "sync"
     #: Asked if it fails: host rows that have no token from it, but lose their work too.
     others: Callable[[], Iterable[Any]] = tuple
+    tokens: int = 0  # of KV that the CPU attends to in each layer, in a step in two lanes
 
 
 class Recovery:

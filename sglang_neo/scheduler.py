@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,7 +68,9 @@ class NeoScheduler(Scheduler):
         self.deferral = (
             Deferral(self, attention, self.token_manager) if isinstance(attention, DeferredAttention) else None
         )
-        self.pipelining = Pipelining(self, self.token_manager) if isinstance(attention, PipelinedAttention) else None
+        self.pipelining = (
+            Pipelining(self, attention, self.token_manager) if isinstance(attention, PipelinedAttention) else None
+        )
         if attention is not None:
             extend_profiler(self.profiler_manager, attention)
         self.neo_metrics = NeoMetrics(
@@ -113,20 +116,28 @@ class NeoScheduler(Scheduler):
         plan = super().get_next_batch_to_run(running_batch, last_batch)
         if self.deferral is not None and plan.batch_to_run is plan.running_batch:  # decode: prefills are other batches
             plan.batch_to_run = self.deferral.next_part(plan.running_batch, self.placement.paused)
+        if self.pipelining is not None:
+            if plan.batch_to_run is plan.running_batch:
+                plan.batch_to_run = self.pipelining.next_part(plan.running_batch)
+            elif plan.batch_to_run is None:
+                self.pipelining.idle()
         return plan
 
     def _get_new_batch_prefill_raw(self, *, prefill_delayer_single_pass: Any, running_batch: Any) -> Any:
         NeoScheduleBatch.adopt(running_batch)
         with self._without_host_chunk() as host_chunk:
-            self.placement.before_chunk(running_batch)
-            batch, running_batch = super()._get_new_batch_prefill_raw(
-                prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
-            )
+            batch = None
+            if self.placement.device_takes_prompts():
+                self.placement.before_chunk(running_batch)
+                batch, running_batch = super()._get_new_batch_prefill_raw(
+                    prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
+                )
         due = self.placement.host_prefill_is_due if host_chunk else self.placement.host_takes_prompts
         if batch is not None or (self.chunked_req is not None and not host_chunk) or not due(running_batch):
             return batch, running_batch
         device_is_full = running_batch.batch_is_full
-        running_batch.batch_is_full = not device_is_full  # if it is not, the host gets the next chunk only
+        # If the device is not full, the host gets the next chunk only.
+        running_batch.batch_is_full = not (device_is_full or self.placement.all_on_host)
         with self.token_manager.admission_to_host(self.placement.host_step_tokens(running_batch)):
             batch, running_batch = super()._get_new_batch_prefill_raw(
                 prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
@@ -154,8 +165,8 @@ class NeoScheduler(Scheduler):
     def update_running_batch(self, batch: Any) -> Any:
         NeoScheduleBatch.adopt(batch)
         before = batch.batch_size()
+        batch.neo_in_parts = self.deferral is not None or self.pipelining is not None
         if self.deferral is not None:
-            batch.neo_in_parts = True
             self.deferral.finish_aborted(batch)
         batch.filter_batch()
         if batch.batch_size() < before:
@@ -187,6 +198,8 @@ class NeoScheduler(Scheduler):
         self._process_batch_result(batch, result)
         if (beside := getattr(result, "neo_beside", None)) is not None:
             self._process_batch_result(*beside)
+        if self.pipelining is not None:
+            self.pipelining.processed(batch, result)
 
     def _process_batch_result(self, batch: Any, result: Any) -> None:
         if batch.forward_mode.is_decode():
@@ -215,7 +228,9 @@ class NeoScheduler(Scheduler):
             return "gpu-only"
         if self.deferral is not None:
             return "deferred"
-        return "pipelined" if self.pipelining is not None else "sync"
+        if self.pipelining is None:
+            return "sync"
+        return "symmetric" if self.placement.all_on_host else "pipelined"
 
     def neo_state(self) -> dict[str, Any]:
         """The ``neo`` block of ``/server_info``: what runs here, as plain JSON values."""
@@ -249,6 +264,12 @@ class NeoScheduler(Scheduler):
             "failed_steps": self.recovery.failed_steps if self.recovery is not None else 0,
             "restarted_reqs": self.recovery.restarted_reqs if self.recovery is not None else 0,
             "steps_total": dict(self.neo_metrics.counters.steps),
+            "lanes": {
+                "limit_tokens": self.pipelining.limits.decode if math.isfinite(self.pipelining.limits.decode) else None,
+                "waited_total": self.pipelining.waited,
+            }
+            if self.pipelining is not None
+            else None,
             "steps_behind_total": self.deferral.counters.behind if self.deferral is not None else 0,
             "cpu_seconds": dataclasses.asdict(self.neo_metrics.cpu_times()),
         }

@@ -10,6 +10,7 @@ from typing import Any
 
 from cpu_kernels.cores import NotEnoughCores
 from cpu_kernels.workers import WorkerPool
+from sglang_neo.args import LANE_MODES
 from sglang_neo.errors import UsageError
 from sglang_neo.host_kv import limits
 from sglang_neo.host_kv.device_pool import DeviceKV, device_kv
@@ -134,7 +135,7 @@ def _deferred_slots(runner: Any, pool: HostKVPool) -> int:
 
 def _pipelined(args: Any) -> bool:
     """Whether steps have two lanes; if they were asked for and cannot have them, the reason is logged."""
-    if args.neo_mode != "pipelined":
+    if args.neo_mode not in LANE_MODES:
         return False
     if not args.enable_lora:
         return True
