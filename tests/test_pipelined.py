@@ -14,7 +14,7 @@ import torch
 from sglang_neo.hybrid.host_attention import Emission
 from sglang_neo.hybrid.pipelined import LaneEmission, PrefillLane
 from sglang_neo.planning.placement import Rules
-from tests.harness.exact import assert_exact
+from tests.harness.exact import assert_exact, first_difference
 from tests.harness.graphs import capture_decode_steps
 from tests.harness.inprocess import InProcessScheduler
 from tests.harness.models import ARCHITECTURES
@@ -157,6 +157,56 @@ def test_an_error_in_one_lane_ends_both(tiny: Tiny, monkeypatch: pytest.MonkeyPa
         with pytest.raises(ValueError, match="lane B fails"):
             attention._take_turns([lambda: forward("A"), lambda: forward("B")], emissions)
         assert sorted(seen) == ["A", "B"] and attention.current is outer
+
+
+def capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As torch's ``scaled_dot_product_attention``, with scores capped at SOFT_CAP."""
+    assert attn_mask is None and scale is not None
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
+    scores = SOFT_CAP * torch.tanh(query @ key.transpose(-1, -2) * scale / SOFT_CAP)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    return scores.softmax(-1) @ value
+
+
+SOFT_CAP = 1.5
+
+
+@pytest.mark.parametrize("ours", [SOFT_CAP, 0.0])
+def test_attention_with_a_soft_cap(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, ours: float) -> None:
+    """SGLang's attention for the CPU knows no soft cap: it is given one, and the model too. Negative control: the CPU
+    kernels do without."""
+    from sglang.srt.layers.attention import torch_native_backend
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    own = RadixAttention.__init__
+
+    def capped(layer: Any, *args: Any, **kwargs: Any) -> None:
+        own(layer, *args, **kwargs)
+        layer.logit_cap = ours
+
+    monkeypatch.setattr(torch_native_backend, "scaled_dot_product_attention", capped_attention)
+    monkeypatch.setattr(RadixAttention, "__init__", capped)
+    requests = crowd(seed=9, count=12, answer=30)
+    with InProcessScheduler("plain", tiny("llama"), max_running_requests=16) as scheduler:
+        expected = {name: result.reference() for name, result in scheduler.run(requests).items()}
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=400, neo_mode="pipelined") as scheduler:
+        got = tokens(scheduler.run(requests))
+        steps = scheduler.scheduler.neo_metrics.counters.steps
+    assert steps["pipelined"] > 10, steps
+    if ours:
+        assert_exact(expected, got)
+    else:
+        assert sum(first_difference(name, r, got[name]) is not None for name, r in expected.items()) >= 2
 
 
 @pytest.mark.parametrize("wrong", ["inbox", "lane"])
