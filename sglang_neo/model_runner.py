@@ -327,6 +327,29 @@ class NeoModelRunner(ModelRunner):
         output.logits_output = rows_of_output(output.logits_output, rows)
         return output
 
+    def neo_eager_reason(self, captured: bool, launched: LaunchedHostRows | None, rows: int) -> str | None:
+        """Why a decode step did not run from a CUDA graph, in a few words; None if it did.
+
+        Args:
+            captured: whether it did.
+            launched: what it had to do with the CPU, None if nothing.
+            rows: of its batch.
+        """
+        if captured:
+            return None
+        graphs = self.decode_cuda_graph_runner
+        if not hasattr(graphs, "host_sizes"):
+            return "no graphs"
+        if launched is None:
+            return "batch size" if rows > max(graphs.capture_bs) else "left to SGLang"
+        if launched.mode == "pipelined_prefill":
+            return "beside a prefill"
+        if launched.refused is not None:
+            return "refused by the workers"
+        if not graphs.host_sizes:
+            return "no graphs with hand-offs"
+        return "batch size" if rows > max(graphs.host_sizes) else "left to SGLang"
+
     @contextlib.contextmanager
     def _no_static_buffers(self) -> Iterator[None]:
         """SGLang's captured prefills name the device pool's buffers, and those that its eager runner copies inputs to
@@ -395,11 +418,15 @@ class NeoTpModelWorker(TpModelWorker):
         runner.neo_beside = beside = self._beside(part) if part is not None else None
         result = super().forward_batch_generation(batch, *args, **kwargs)
         result.neo_launched = runner.neo_launched
+        if batch is not None and batch.forward_mode.is_decode():
+            captured, rows = result.can_run_cuda_graph, len(batch.reqs)
+            result.neo_eager = runner.neo_eager_reason(captured, result.neo_launched, rows)
         if beside is not None:
             runner.neo_beside = beside
             # SGLang finds the model's output there already, and samples.
             result.neo_beside = super().forward_batch_generation(None, beside.forward_batch)
             result.neo_beside.neo_launched = beside.launched
+            result.neo_beside.neo_eager = runner.neo_eager_reason(False, beside.launched, len(beside.rows.reqs))
             # Tensors of the scheduler's stream, until the forward is surely over.
             result.extra_keep_alive_refs = [*(result.extra_keep_alive_refs or ()), part, beside.forward_batch]
         return result

@@ -12,6 +12,7 @@ decode step in everything else: its tokens are sampled, relayed and published as
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from sglang_neo.planning.pace import Pace
 from sglang_neo.ranks import least_of_each
 from sglang_neo.recovery import LaunchedHostRows
 from sglang_neo.token_manager import HostRow, NeoTokenManager, host_row
+
+logger = logging.getLogger(__name__)
 
 
 class Decoded(NamedTuple):
@@ -52,10 +55,13 @@ class Pipelining:
         self._step = self._decode_steps = 0
         self._pace = Pace()
         self._since: tuple[float, float] | None = None  # when the last result was processed, and the CPU's wait so far
-        #: Of the next steps, the same in all ranks.
+        #: Of the next steps, the same in all ranks; what is measured takes their place, unless that is switched off.
         self.limits = LaneLimits()
+        self.measures = True
         #: Host rows that had to wait, summed over decode steps, since the start.
         self.waited = 0
+        #: Decode steps in one lane because there is no graph for two, since the start.
+        self.no_graph = 0
 
     # -- the next decode step ---------------------------------------------------------------------------------
 
@@ -101,6 +107,10 @@ class Pipelining:
         buckets = self._scheduler.tp_worker.model_runner.neo_lane_buckets
         in_b = second_lane(list(rows.values()), len(batch.reqs), buckets)
         if in_b == 0:
+            if len(rows) > 1:
+                if not self.no_graph:
+                    logger.info(f"sglang_neo: steps run in one lane: no graph in two for {len(batch.reqs)} rows")
+                self.no_graph += 1
             return None
         device = [i for i in range(len(batch.reqs)) if i not in rows]
         return Lanes([*device, *on_host[:-in_b]], on_host[-in_b:])
@@ -130,6 +140,8 @@ class Pipelining:
     def _agree(self) -> None:
         runner = self._scheduler.tp_worker.model_runner
         self._decode_steps += 1
+        if not self.measures:
+            return
         if self._decode_steps % (self.AGREE_EVERY if runner.ps.tp_size > 1 else 1) == 0:
             measured = self._pace.limits
             self.limits = LaneLimits(*least_of_each(runner, [measured.decode, measured.per_prompt_token]))

@@ -203,7 +203,8 @@ class NeoScheduler(Scheduler):
 
     def _process_batch_result(self, batch: Any, result: Any) -> None:
         if batch.forward_mode.is_decode():
-            self.neo_metrics.count_decode(getattr(result, "neo_launched", None))
+            eager = getattr(result, "neo_eager", None)
+            self.neo_metrics.count_decode(getattr(result, "neo_launched", None), eager)
         if self.server_args.neo_report_host_rows:
             report_host_rows(batch, result)
         if self.recovery is None:
@@ -264,9 +265,11 @@ class NeoScheduler(Scheduler):
             "failed_steps": self.recovery.failed_steps if self.recovery is not None else 0,
             "restarted_reqs": self.recovery.restarted_reqs if self.recovery is not None else 0,
             "steps_total": dict(self.neo_metrics.counters.steps),
+            "eager_steps_total": dict(self.neo_metrics.counters.eager),
             "lanes": {
                 "limit_tokens": self.pipelining.limits.decode if math.isfinite(self.pipelining.limits.decode) else None,
                 "waited_total": self.pipelining.waited,
+                "no_graph_total": self.pipelining.no_graph,
             }
             if self.pipelining is not None
             else None,

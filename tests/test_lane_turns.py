@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +77,32 @@ def test_steps_of_a_part_run_from_graphs(tiny: Tiny, alone: Any, monkeypatch: py
         backend = capture_decode_steps(scheduler.scheduler.tp_worker.model_runner, [1, 2, 4, 6, 8, 12, 16], monkeypatch)
         scheduler.scheduler.placement.rules = Rules(returns_per_step=0)
         got = scheduler.run(requests)
-        steps = scheduler.scheduler.neo_metrics.counters.steps
+        counters = scheduler.scheduler.neo_metrics.counters
+        steps, eager = counters.steps, counters.eager
     replayed = [key for key in backend.replays if (key.variant_label or "").startswith("lane-b-")]
     assert turns.steps > 5 and len(replayed) == steps["pipelined"] > 5, (turns.steps, steps)
     assert_exact(alone("qwen2", requests), tokens(got))
+    assert eager == {"beside a prefill": steps["pipelined_prefill"]} and steps["pipelined_prefill"] > 0, eager
+
+
+def test_steps_without_a_graph_are_counted_by_reason(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs for four rows at most: more run eagerly, in one lane where there is none for two."""
+    with (
+        caplog.at_level(logging.INFO, logger="sglang_neo"),
+        InProcessScheduler("neo", tiny("llama"), **OPTIONS | {"max_total_tokens": 1024}) as scheduler,
+    ):
+        capture_decode_steps(scheduler.scheduler.tp_worker.model_runner, [1, 2, 4], monkeypatch)
+        requests = [replace(r, max_new_tokens=20 if i else 40) for i, r in enumerate(crowd(seed=7, count=9))]
+        scheduler.run(requests, RandomMoves(seed=1, rate=0.2))
+        state = scheduler.scheduler.neo_state()
+    eager, steps = state["eager_steps_total"], state["steps_total"]
+    assert eager["batch size"] > 5 and state["lanes"]["no_graph_total"] > 5, (eager, state["lanes"])
+    assert sum(eager.values()) < sum(steps.values())
+    told = [record.message for record in caplog.records if "without CUDA graphs" in record.message]
+    assert sorted(line.rsplit(": ", 1)[1] for line in told) == sorted(eager), told
+    assert sum("steps run in one lane" in record.message for record in caplog.records) == 1
 
 
 def test_limits_are_measured(tiny: Tiny) -> None:
