@@ -21,7 +21,9 @@ from sglang_neo.refusals import gpu_only_reasons, refuse_flags, refuse_model
 
 logger = logging.getLogger(__name__)
 
-NeoMode = Literal["auto", "gpu-only", "sync", "pipelined", "deferred"]
+#: In which steps have two lanes.
+LANE_MODES = ("pipelined", "symmetric")
+NeoMode = Literal["auto", "gpu-only", "sync", "pipelined", "symmetric", "deferred"]
 HostKVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8"]
 
 #: Flags whose machinery does not exist yet.
@@ -58,6 +60,7 @@ class NeoServerArgs(ServerArgs):
             "memory, with their attention on the CPU, when the GPU's KV pool is full. sync: the GPU waits for the CPU "
             "in each layer. deferred (APEX): they pass through --neo-deferred-slots, and the CPU has a step for each "
             "layer. pipelined (NEO): they ride in two lanes, and the CPU works for one while the GPU runs the other. "
+            "symmetric (FastDecode): the same with every request in host memory from its prompt on, to compare with. "
             "auto: deferred where slots are given and the model allows it, else sync."
         ),
     ] = "auto"
@@ -193,7 +196,7 @@ def check_neo_flags(args: NeoServerArgs, usable_cores: int, memory: int) -> None
         raise UsageError(f"--neo-deferred-slots must not be negative, got {args.neo_deferred_slots}")
     if args.neo_mode == "deferred" and not args.neo_deferred_slots:
         raise UsageError("--neo-mode deferred needs --neo-deferred-slots, the rows of a step that host requests pass")
-    if args.neo_mode in ("sync", "pipelined") and args.neo_deferred_slots:
+    if args.neo_mode in ("sync", *LANE_MODES) and args.neo_deferred_slots:
         raise UsageError(f"--neo-mode {args.neo_mode} contradicts --neo-deferred-slots: drop one or the other")
     given = given_host_flags(args)
     if args.neo_mode == "gpu-only" and given:

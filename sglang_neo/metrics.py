@@ -15,12 +15,18 @@ from sglang_neo.token_manager import NeoTokenManager
 logger = logging.getLogger(__name__)
 
 
+#: Of decode steps. pipelined_prefill: host rows alone, in the second lane of a prefill.
+STEP_MODES = ("gpu_only", "sync", "pipelined", "pipelined_prefill", "deferred")
+
+
 @dataclass
 class StepCounters:
     """Since the start."""
 
     host_tokens: int = 0  # output tokens of host rows
-    steps: dict[str, int] = field(default_factory=lambda: {"gpu_only": 0, "sync": 0, "pipelined": 0, "deferred": 0})
+    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STEP_MODES, 0))
+    #: Decode steps that did not run from a CUDA graph, by reason.
+    eager: dict[str, int] = field(default_factory=dict)
 
 
 class NeoMetrics:
@@ -50,12 +56,17 @@ class NeoMetrics:
         self._steps_since_log = self._tokens_since_log = 0
         self._logged_at = time.perf_counter()
 
-    def count_decode(self, launched: LaunchedHostRows | None) -> None:
+    def count_decode(self, launched: LaunchedHostRows | None, eager: str | None = None) -> None:
         """One decode step whose result is being processed.
 
         Args:
             launched: what it had to do with the CPU, None if nothing.
+            eager: why it did not run from a CUDA graph, None if it did.
         """
+        if eager is not None:
+            if eager not in self.counters.eager and eager != "no graphs":  # which SGLang has told at start
+                logger.info(f"sglang_neo: decode steps run without CUDA graphs: {eager}")
+            self.counters.eager[eager] = self.counters.eager.get(eager, 0) + 1
         host = len(launched.reqs) if launched is not None else 0
         self.counters.host_tokens += host
         self.counters.steps[launched.mode if launched is not None else "gpu_only"] += 1
@@ -108,6 +119,7 @@ class _Published:
         busy = counter("neo_cpu_busy_seconds_total", "Time that CPU attention workers worked, summed over threads.")
         wait = counter("neo_cpu_wait_seconds_total", "Time that steps with host rows gave the CPU nothing to do.")
         self._steps = counter("neo_steps_total", "Decode steps, by mode.", "mode")
+        self._eager = counter("neo_eager_steps_total", "Decode steps without a CUDA graph, by reason.", "reason")
         self._migrations = counter("neo_migrations_total", "Requests moved between the pools.", "direction")
         failed = counter("neo_failed_steps_total", "Decode steps whose CPU work failed.")
         restarted = counter("neo_restarted_reqs_total", "Requests prefilled again because the CPU work failed.")
@@ -134,6 +146,8 @@ class _Published:
         self._add("prompts", self._prompts, manager.prefilled_tokens)
         for mode, steps in counters.steps.items():
             self._add(f"steps {mode}", self._steps.labels(**self._labels, mode=mode), steps)
+        for reason, steps in counters.eager.items():
+            self._add(f"eager {reason}", self._eager.labels(**self._labels, reason=reason), steps)
         moved = manager.migrations
         for direction in ("to_host", "to_device"):
             metric = self._migrations.labels(**self._labels, direction=direction)

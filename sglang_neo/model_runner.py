@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 from sglang.srt.runtime_context import get_schedule
 
 from sglang_neo import token_manager
@@ -26,7 +27,7 @@ from sglang_neo.hybrid.deferred import DeferredAttention, DeferredEmission, Defe
 from sglang_neo.hybrid.host_attention import StepRefused
 from sglang_neo.hybrid.parity import check_parity
 from sglang_neo.hybrid.pipelined import Lanes, LaneSizes, PipelinedAttention, lay_out
-from sglang_neo.planning.lanes import lane_a, second_lane
+from sglang_neo.planning.lanes import lane_a
 from sglang_neo.recovery import LaunchedHostRows
 from sglang_neo.refusals import gpu_only_reasons
 from sglang_neo.token_manager import NeoReqToTokenPool, host_row
@@ -92,6 +93,16 @@ def host_batch_rows(batch: ScheduleBatch) -> HostBatchRows | None:
     return HostBatchRows([batch.reqs[i] for i in index], index) if index else None
 
 
+@dataclasses.dataclass
+class Beside:
+    """A decode batch of host rows that runs as lane B of a prefill."""
+
+    forward_batch: Any  # SGLang's
+    rows: HostBatchRows
+    output: Any = None  # SGLang's ModelRunnerOutput, when the prefill has run
+    launched: LaunchedHostRows | None = None
+
+
 def host_prompts(batch: ScheduleBatch) -> Sequence[Any] | None:
     """The requests of a prefill batch whose KV goes to host memory (all of them, or none)."""
     to_host = batch.forward_mode.is_extend() and batch.reqs and host_row(batch.reqs[0]) is not None
@@ -109,8 +120,12 @@ class NeoModelRunner(ModelRunner):
     neo_gpu_only_reason: str | None = None
     #: Set by the worker for the next forward, and what became of it.
     neo_rows: HostBatchRows | None = None
+    #: The same: in which lanes these are; None: one batch, in mode sync.
+    neo_lanes: Lanes | None = None
     #: The same: requests of a prefill batch that goes to host memory.
     neo_prompts: Sequence[Any] | None = None
+    #: The same: host rows that decode beside a prefill batch. The forward after that is theirs, and has its output.
+    neo_beside: Beside | None = None
     #: The same: a deferred step.
     neo_step: DeferredStep | None = None
     neo_launched: LaunchedHostRows | None = None
@@ -150,17 +165,13 @@ class NeoModelRunner(ModelRunner):
                     raise
 
     def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        rows, self.neo_rows = self.neo_rows, None
+        beside, self.neo_beside = self.neo_beside, None
+        if beside is not None and beside.forward_batch is forward_batch:
+            return beside.output
+        (rows, lanes), self.neo_rows, self.neo_lanes = (self.neo_rows, self.neo_lanes), None, None
         prompts, self.neo_prompts = self.neo_prompts, None
-        if prompts is not None:
-            assert self.neo_host is not None
-            lines = self.req_to_token_pool.req_to_token
-            with (
-                self.neo_host.prefill.running(
-                    [req.neo_host_row for req in prompts], [req.req_pool_idx for req in prompts], lines
-                ),
-                self._no_static_buffers(),
-            ):
+        if prompts is not None or beside is not None:
+            with self._to_host(prompts), self._no_static_buffers(), self._with_second_lane(beside):
                 return super().forward(forward_batch, *args, **kwargs)
         step, self.neo_step = self.neo_step, None
         if step is not None:
@@ -170,7 +181,8 @@ class NeoModelRunner(ModelRunner):
         assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
         self.neo_host.transfer.settle()
         attention = self.neo_host.attention
-        if isinstance(attention, PipelinedAttention) and (lanes := self._lanes(rows, forward_batch)) is not None:
+        if lanes is not None:
+            assert isinstance(attention, PipelinedAttention)
             return self._forward_in_lanes(forward_batch, attention, rows, lanes, *args, **kwargs)
         refused = None
         try:
@@ -188,19 +200,52 @@ class NeoModelRunner(ModelRunner):
             raise RuntimeError(f"a step handed over host rows of {layers.received} layers")
         return output
 
-    def _lanes(self, rows: HostBatchRows, forward_batch: Any) -> Lanes | None:
-        """Who rides where; None: one lane is better."""
-        tokens = [req.neo_host_row.tokens for req in rows.reqs]
-        in_b = second_lane(tokens, forward_batch.batch_size, self._lane_buckets)
-        if in_b == 0:
-            return None
-        at_host = set(rows.index)
-        device = [at for at in range(forward_batch.batch_size) if at not in at_host]
-        return Lanes([*device, *rows.index[:-in_b]], rows.index[-in_b:])
+    @contextlib.contextmanager
+    def _to_host(self, prompts: Sequence[Any] | None) -> Iterator[None]:
+        """For the prefill of prompts that go to host memory; None: to the device."""
+        if prompts is None:
+            yield
+            return
+        assert self.neo_host is not None
+        rows, lines = [req.neo_host_row for req in prompts], [req.req_pool_idx for req in prompts]
+        with self.neo_host.prefill.running(rows, lines, self.req_to_token_pool.req_to_token):
+            yield
+
+    @contextlib.contextmanager
+    def _with_second_lane(self, beside: Beside | None) -> Iterator[None]:
+        """For a prefill beside which host rows decode; None: it is alone."""
+        if beside is None:
+            yield
+            return
+        assert self.neo_host is not None
+        attention = self.neo_host.attention
+        assert isinstance(attention, PipelinedAttention)
+        self.neo_host.transfer.settle()
+        refused, outputs = None, list[Any]()
+        try:
+            attention.launch_beside([req.neo_host_row for req in beside.rows.reqs])
+        except StepRefused as reason:
+            refused = str(reason)
+        beside.launched = LaunchedHostRows(
+            beside.rows.reqs, attention.launched_epoch, refused, mode="pipelined_prefill"
+        )
+        forward = attention.beside(self.model.forward, beside.forward_batch, outputs, flags=refused is None)
+        with self._forward_of_model(forward):
+            yield
+        beside.output = ModelRunnerOutput(logits_output=outputs[0], can_run_graph=False)
+
+    @contextlib.contextmanager
+    def _forward_of_model(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """SGLang's runners call this in place of the model's own."""
+        self.model.forward = forward
+        try:
+            yield
+        finally:
+            del self.model.forward
 
     @property
-    def _lane_buckets(self) -> Sequence[tuple[int, int]]:
-        """Of the graphs in two lanes; none where they run eagerly."""
+    def neo_lane_buckets(self) -> Sequence[tuple[int, int]]:
+        """Rows of lanes A and B of the graphs in two lanes; none where such steps run eagerly."""
         return getattr(self.decode_cuda_graph_runner, "lane_buckets", ())
 
     def _forward_in_lanes(
@@ -212,7 +257,7 @@ class NeoModelRunner(ModelRunner):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        padded = lane_a(forward_batch.batch_size, len(lanes.b), self._lane_buckets)
+        padded = lane_a(forward_batch.batch_size, len(lanes.b), self.neo_lane_buckets)
         sizes = LaneSizes(padded or len(lanes.a), len(lanes.b))
         of_req = {at: req.neo_host_row for at, req in zip(rows.index, rows.reqs, strict=True)}
         index = [[place for place, at in enumerate(lane) if at in of_req] for lane in (lanes.a, lanes.b)]
@@ -221,22 +266,24 @@ class NeoModelRunner(ModelRunner):
             attention.launch_lanes([[of_req[at] for at in lane if at in of_req] for lane in (lanes.a, lanes.b)], index)
         except StepRefused as reason:
             refused = str(reason)
-        self.neo_launched = LaunchedHostRows(rows.reqs, attention.launched_epoch, refused, mode="pipelined")
+        epoch, tokens = attention.launched_epoch, sum(row.tokens for row in of_req.values())
+        self.neo_launched = LaunchedHostRows(rows.reqs, epoch, refused, mode="pipelined", tokens=tokens)
         at_cpu = torch.tensor(rows.index)
         hide_host_rows(forward_batch, at_cpu.to(forward_batch.input_ids.device, non_blocking=True), at_cpu)
-        if refused is not None:
-            return super().forward(forward_batch, *args, **kwargs)
         whole, places = lay_out(forward_batch, lanes, sizes)
-        with self._graphs_in_lanes(attention, sizes, captured=padded is not None):
+        # Nobody answers the flags of a graph in a step that was refused. It runs in lanes of the same sizes even so:
+        # another rank's service may have taken it.
+        captured = padded is not None and refused is None
+        with self._in_lanes(attention, sizes, captured, flags=refused is None):
             output = super().forward(whole, *args, **kwargs)
-        if output.can_run_graph != (padded is not None):
+        if output.can_run_graph != captured:
             raise RuntimeError("a step in two lanes did not run as it was meant to")
         if places is not None:
             output.logits_output = rows_of_output(output.logits_output, places)
         return output
 
     @contextlib.contextmanager
-    def _graphs_in_lanes(self, attention: PipelinedAttention, sizes: LaneSizes, captured: bool) -> Iterator[None]:
+    def _in_lanes(self, attention: PipelinedAttention, sizes: LaneSizes, captured: bool, flags: bool) -> Iterator[None]:
         """For a forward in two lanes: its graph, or the model's forward in lanes where SGLang runs it eagerly."""
         runner, attention.sizes = self.decode_cuda_graph_runner, sizes
         try:
@@ -245,11 +292,11 @@ class NeoModelRunner(ModelRunner):
                     yield
                 return
             self.decode_cuda_graph_runner = None
-            self.model.forward = attention.in_lanes(self.model.forward, sizes)
+            forward = attention.in_lanes(self.model.forward, sizes, flags=lambda: flags)
             try:
-                yield
+                with self._forward_of_model(forward):
+                    yield
             finally:
-                del self.model.forward
                 self.decode_cuda_graph_runner = runner
         finally:
             attention.sizes = None
@@ -279,6 +326,29 @@ class NeoModelRunner(ModelRunner):
                 )
         output.logits_output = rows_of_output(output.logits_output, rows)
         return output
+
+    def neo_eager_reason(self, captured: bool, launched: LaunchedHostRows | None, rows: int) -> str | None:
+        """Why a decode step did not run from a CUDA graph, in a few words; None if it did.
+
+        Args:
+            captured: whether it did.
+            launched: what it had to do with the CPU, None if nothing.
+            rows: of its batch.
+        """
+        if captured:
+            return None
+        graphs = self.decode_cuda_graph_runner
+        if not hasattr(graphs, "host_sizes"):
+            return "no graphs"
+        if launched is None:
+            return "batch size" if rows > max(graphs.capture_bs) else "left to SGLang"
+        if launched.mode == "pipelined_prefill":
+            return "beside a prefill"
+        if launched.refused is not None:
+            return "refused by the workers"
+        if not graphs.host_sizes:
+            return "no graphs with hand-offs"
+        return "batch size" if rows > max(graphs.host_sizes) else "left to SGLang"
 
     @contextlib.contextmanager
     def _no_static_buffers(self) -> Iterator[None]:
@@ -319,6 +389,10 @@ class NeoModelRunner(ModelRunner):
 class NeoTpModelWorker(TpModelWorker):
     """SGLang has no factory for the model runner, so the method that names its class is overridden."""
 
+    #: Set by the scheduler for the next prefill: a decode batch of host rows that runs beside it. Its result becomes
+    #: ``neo_beside`` of the prefill's.
+    neo_beside: ScheduleBatch | None = None
+
     def _init_model_runner(self) -> None:
         self._model_runner = NeoModelRunner(
             model_config=self.model_config,
@@ -337,11 +411,31 @@ class NeoTpModelWorker(TpModelWorker):
         runner, step = self.model_runner, getattr(batch, "neo_step", None)
         decode = step is None and batch is not None and batch.forward_mode.is_decode()
         runner.neo_rows = host_batch_rows(batch) if decode else None
+        runner.neo_lanes = getattr(batch, "neo_lanes", None) if decode else None
         runner.neo_prompts = host_prompts(batch) if batch is not None else None
         runner.neo_step, runner.neo_launched = step, None
+        part, self.neo_beside = self.neo_beside, None
+        runner.neo_beside = beside = self._beside(part) if part is not None else None
         result = super().forward_batch_generation(batch, *args, **kwargs)
         result.neo_launched = runner.neo_launched
+        if batch is not None and batch.forward_mode.is_decode():
+            captured, rows = result.can_run_cuda_graph, len(batch.reqs)
+            result.neo_eager = runner.neo_eager_reason(captured, result.neo_launched, rows)
+        if beside is not None:
+            runner.neo_beside = beside
+            # SGLang finds the model's output there already, and samples.
+            result.neo_beside = super().forward_batch_generation(None, beside.forward_batch)
+            result.neo_beside.neo_launched = beside.launched
+            result.neo_beside.neo_eager = runner.neo_eager_reason(False, beside.launched, len(beside.rows.reqs))
+            # Tensors of the scheduler's stream, until the forward is surely over.
+            result.extra_keep_alive_refs = [*(result.extra_keep_alive_refs or ()), part, beside.forward_batch]
         return result
+
+    def _beside(self, part: ScheduleBatch) -> Beside:
+        rows = host_batch_rows(part)
+        assert rows is not None and len(rows.reqs) == len(part.reqs)
+        forward_batch = ForwardBatch.init_new(part, self.model_runner, return_hidden_states_before_norm=False)
+        return Beside(forward_batch, rows)
 
     def get_worker_info(self) -> tuple[Any, ...]:
         """SGLang's, where the longest request is the longest that fits either pool."""

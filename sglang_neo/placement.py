@@ -32,6 +32,8 @@ class Placement:
         host = scheduler.tp_worker.model_runner.neo_host
         self.attention = host.attention if host is not None else None
         self.staging_bytes = host.prefill.bytes if host is not None else 0
+        #: Requests live in host memory from their prompt on (mode symmetric).
+        self.all_on_host = scheduler.server_args.neo_mode == "symmetric" and self._manager.has_host
         self.meter = Meter(scheduler.server_args.neo_host_prefill_rate)
         #: The first waiting request when the host had no room for it, and the tokens that it had.
         self._refused: tuple[str, int] | None = None
@@ -63,13 +65,23 @@ class Placement:
 
     # -- prompts ----------------------------------------------------------------------------------------------
 
+    def device_takes_prompts(self) -> bool:
+        """Whether waiting prompts may be computed into the device's pool. Where all live on the host, those alone that
+        the host has no room for though nobody is there, and those that come while it is given a rest."""
+        scheduler = self._scheduler
+        if not self.all_on_host or not self._open or scheduler.chunked_req is not None:
+            return True
+        queue = scheduler.waiting_queue
+        refused = self._refused is not None and bool(queue) and queue[0].rid == self._refused[0]
+        return refused and not self._manager.host_rows()
+
     def host_takes_prompts(self, batch: Any) -> bool:
         """Whether waiting prompts may be computed straight into host memory: the device has no room for the first of
         them, the host may have, and it is their time."""
         scheduler = self._scheduler
         if not self.host_prefill_is_due(batch):
             return False
-        if not (self._open and batch.batch_is_full and scheduler.waiting_queue):
+        if not (self._open and (batch.batch_is_full or self.all_on_host) and scheduler.waiting_queue):
             return False
         if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
             return False
@@ -120,7 +132,7 @@ class Placement:
             # In a pause SGLang retracts; the last row it would abort.
             if self._open or rows == 1:
                 self._make_room(batch, needed + self._device_footprint(self.rules.growth_steps) * rows, partly=True)
-        elif not self._scheduler.waiting_queue and self._step - self._last_departure >= self.rules.cooldown_steps:
+        elif self._may_return_now():
             self._return(batch)
 
     def _make_room(self, batch: Any, needed: int, partly: bool) -> bool:
@@ -147,6 +159,11 @@ class Placement:
         return moved
 
     # -- back to the device -----------------------------------------------------------------------------------
+
+    def _may_return_now(self) -> bool:
+        if self.all_on_host or self._scheduler.waiting_queue:
+            return False
+        return self._step - self._last_departure >= self.rules.cooldown_steps
 
     def _return(self, batch: Any) -> None:
         rows = self._rows(batch, self._may_return)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,15 @@ def least_of_all_ranks(runner: Any, number: int) -> int:
     Args:
         runner: SGLang's model runner.
     """
-    if runner.ps.tp_size == 1:
-        return number
-    smallest = torch.tensor(number, dtype=torch.int64)
-    torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN, group=runner.tp_group.cpu_group)
-    return int(smallest.item())
+    return int(_least(runner, torch.tensor([number], dtype=torch.int64))[0])
+
+
+def least_of_each(runner: Any, numbers: Sequence[float]) -> list[float]:
+    """The same of several numbers, each by itself."""
+    return [float(number) for number in _least(runner, torch.tensor(numbers, dtype=torch.float64))]
+
+
+def _least(runner: Any, numbers: torch.Tensor) -> torch.Tensor:
+    if runner.ps.tp_size > 1:
+        torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MIN, group=runner.tp_group.cpu_group)
+    return numbers

@@ -39,6 +39,7 @@ class LaunchedHostRows:
     mode: str = "sync"
     #: Asked if it fails: host rows that have no token from it, but lose their work too.
     others: Callable[[], Iterable[Any]] = tuple
+    tokens: int = 0  # of KV that the CPU attends to in each layer, in a step in two lanes
 
 
 class Recovery:
@@ -108,14 +109,12 @@ class Recovery:
         """Whether a step has failed, and ``restart`` is to be called."""
         return self._broken
 
-    def in_flight(self, last_batch: Any) -> bool:
-        """Whether a decode step is in flight, which may have the failed rows in it."""
+    def in_flight(self) -> bool:
+        """Whether a step is in flight in which rows decode, the failed ones maybe among them."""
         scheduler = self._scheduler
-        return bool(
-            scheduler.enable_overlap
-            and last_batch is not None
-            and last_batch.forward_mode.is_decode()
-            and scheduler.result_queue
+        return scheduler.enable_overlap and any(
+            batch.forward_mode.is_decode() or getattr(result, "neo_beside", None) is not None
+            for batch, result in scheduler.result_queue
         )
 
     def restart(self, running_batch: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +18,10 @@ from sglang_neo import __version__, batching, seams
 from sglang_neo.batching import NeoScheduleBatch
 from sglang_neo.deferral import Deferral
 from sglang_neo.hybrid.deferred import DeferredAttention
+from sglang_neo.hybrid.pipelined import PipelinedAttention
 from sglang_neo.metrics import NeoMetrics
 from sglang_neo.model_runner import NeoTpModelWorker
+from sglang_neo.pipelining import Pipelining
 from sglang_neo.placement import Placement
 from sglang_neo.prefix_cache import add_host_cache
 from sglang_neo.recovery import Recovery
@@ -64,6 +68,9 @@ class NeoScheduler(Scheduler):
         self.deferral = (
             Deferral(self, attention, self.token_manager) if isinstance(attention, DeferredAttention) else None
         )
+        self.pipelining = (
+            Pipelining(self, attention, self.token_manager) if isinstance(attention, PipelinedAttention) else None
+        )
         if attention is not None:
             extend_profiler(self.profiler_manager, attention)
         self.neo_metrics = NeoMetrics(
@@ -101,7 +108,7 @@ class NeoScheduler(Scheduler):
             assert self.recovery is not None
             self.deferral.settle(self.recovery)
         if self.recovery is not None and self.recovery.pending:
-            if self.recovery.in_flight(last_batch):
+            if self.recovery.in_flight():
                 return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
             self.recovery.restart(running_batch)
             if self.deferral is not None:
@@ -109,20 +116,28 @@ class NeoScheduler(Scheduler):
         plan = super().get_next_batch_to_run(running_batch, last_batch)
         if self.deferral is not None and plan.batch_to_run is plan.running_batch:  # decode: prefills are other batches
             plan.batch_to_run = self.deferral.next_part(plan.running_batch, self.placement.paused)
+        if self.pipelining is not None:
+            if plan.batch_to_run is plan.running_batch:
+                plan.batch_to_run = self.pipelining.next_part(plan.running_batch)
+            elif plan.batch_to_run is None:
+                self.pipelining.idle()
         return plan
 
     def _get_new_batch_prefill_raw(self, *, prefill_delayer_single_pass: Any, running_batch: Any) -> Any:
         NeoScheduleBatch.adopt(running_batch)
         with self._without_host_chunk() as host_chunk:
-            self.placement.before_chunk(running_batch)
-            batch, running_batch = super()._get_new_batch_prefill_raw(
-                prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
-            )
+            batch = None
+            if self.placement.device_takes_prompts():
+                self.placement.before_chunk(running_batch)
+                batch, running_batch = super()._get_new_batch_prefill_raw(
+                    prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
+                )
         due = self.placement.host_prefill_is_due if host_chunk else self.placement.host_takes_prompts
         if batch is not None or (self.chunked_req is not None and not host_chunk) or not due(running_batch):
             return batch, running_batch
         device_is_full = running_batch.batch_is_full
-        running_batch.batch_is_full = not device_is_full  # if it is not, the host gets the next chunk only
+        # If the device is not full, the host gets the next chunk only.
+        running_batch.batch_is_full = not (device_is_full or self.placement.all_on_host)
         with self.token_manager.admission_to_host(self.placement.host_step_tokens(running_batch)):
             batch, running_batch = super()._get_new_batch_prefill_raw(
                 prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
@@ -150,8 +165,8 @@ class NeoScheduler(Scheduler):
     def update_running_batch(self, batch: Any) -> Any:
         NeoScheduleBatch.adopt(batch)
         before = batch.batch_size()
+        batch.neo_in_parts = self.deferral is not None or self.pipelining is not None
         if self.deferral is not None:
-            batch.neo_in_parts = True
             self.deferral.finish_aborted(batch)
         batch.filter_batch()
         if batch.batch_size() < before:
@@ -170,9 +185,26 @@ class NeoScheduler(Scheduler):
         finally:
             self.max_total_num_tokens = device
 
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = functools.partial(super().run_batch, batch, *args, **kwargs)
+        return self.pipelining.run(batch, forward) if self.pipelining is not None else forward()
+
+    def launch_batch_sample_if_needed(self, batch_result: Any, cur_batch: Any) -> None:
+        super().launch_batch_sample_if_needed(batch_result, cur_batch)
+        if (beside := getattr(batch_result, "neo_beside", None)) is not None:
+            super().launch_batch_sample_if_needed(beside.result, beside.batch)
+
     def process_batch_result(self, batch: Any, result: Any) -> None:
+        self._process_batch_result(batch, result)
+        if (beside := getattr(result, "neo_beside", None)) is not None:
+            self._process_batch_result(*beside)
+        if self.pipelining is not None:
+            self.pipelining.processed(batch, result)
+
+    def _process_batch_result(self, batch: Any, result: Any) -> None:
         if batch.forward_mode.is_decode():
-            self.neo_metrics.count_decode(getattr(result, "neo_launched", None))
+            eager = getattr(result, "neo_eager", None)
+            self.neo_metrics.count_decode(getattr(result, "neo_launched", None), eager)
         if self.server_args.neo_report_host_rows:
             report_host_rows(batch, result)
         if self.recovery is None:
@@ -197,7 +229,9 @@ class NeoScheduler(Scheduler):
             return "gpu-only"
         if self.deferral is not None:
             return "deferred"
-        return "pipelined" if self.server_args.neo_mode == "pipelined" else "sync"
+        if self.pipelining is None:
+            return "sync"
+        return "symmetric" if self.placement.all_on_host else "pipelined"
 
     def neo_state(self) -> dict[str, Any]:
         """The ``neo`` block of ``/server_info``: what runs here, as plain JSON values."""
@@ -231,6 +265,14 @@ class NeoScheduler(Scheduler):
             "failed_steps": self.recovery.failed_steps if self.recovery is not None else 0,
             "restarted_reqs": self.recovery.restarted_reqs if self.recovery is not None else 0,
             "steps_total": dict(self.neo_metrics.counters.steps),
+            "eager_steps_total": dict(self.neo_metrics.counters.eager),
+            "lanes": {
+                "limit_tokens": self.pipelining.limits.decode if math.isfinite(self.pipelining.limits.decode) else None,
+                "waited_total": self.pipelining.waited,
+                "no_graph_total": self.pipelining.no_graph,
+            }
+            if self.pipelining is not None
+            else None,
             "steps_behind_total": self.deferral.counters.behind if self.deferral is not None else 0,
             "cpu_seconds": dataclasses.asdict(self.neo_metrics.cpu_times()),
         }

@@ -201,6 +201,54 @@ SEAMS = (
     ),
     Seam(
         "sglang.srt.managers.scheduler",
+        "Scheduler.run_batch",
+        ("self", "batch"),
+        "a prefill runs with host rows in a second lane; they are what is in running_batch then",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler._relay_forward_payload",
+        ("self", "future_indices", "batch_result"),
+        "called by run_batch after a forward: of the second lane, by us",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.launch_batch_sample_if_needed",
+        ("self", "batch_result", "cur_batch"),
+        "with grammars, sampling waits for the result before: that of the second lane too",
+    ),
+    Seam(
+        "sglang.srt.managers.overlap_utils",
+        "resolve_forward_inputs",
+        ("batch", "future_map"),
+        "called by run_batch before a forward: for the second lane, by us",
+    ),
+    Seam(
+        "sglang.srt.managers.utils",
+        "GenerationBatchResult",
+        ("copy_done", "delay_sample_func", "future_indices", "extra_keep_alive_refs", "logits_output"),
+        "what run_batch fills in; keeps the second lane's tensors alive",
+    ),
+    Seam(
+        "sglang.srt.managers.utils",
+        "GenerationBatchResult.copy_to_cpu",
+        ("self", "return_logprob", "return_hidden_states"),
+        "called by run_batch where scheduling overlaps",
+    ),
+    Seam(
+        "sglang.srt.sampling.sampling_batch_info",
+        "SamplingBatchInfo.copy_for_forward",
+        ("self",),
+        "what run_batch gives a forward",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunnerOutput",
+        ("logits_output", "can_run_graph"),
+        "what a forward gives: that of the second lane has run with the prefill",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
         "Scheduler.process_batch_result",
         ("self", "batch", "result"),
         "nothing of a step may be published before its CPU work is known to be right",
@@ -432,8 +480,9 @@ SEAMS = (
     Seam(
         "sglang.srt.managers.tp_worker",
         "TpModelWorker.forward_batch_generation",
-        ("self", "batch"),
-        "knows which rows of the batch are host rows",
+        ("self", "batch", "forward_batch"),
+        "knows which rows of the batch are host rows; also takes a ForwardBatch alone, runs the model runner and "
+        "samples: that of a prefill's second lane, which has run by then",
     ),
     Seam(
         "sglang.srt.managers.tp_worker",

@@ -72,6 +72,8 @@ class HostRow:
     arrival: Any = None
     #: What the last prefill step does of its prompt; None from the first decode step on.
     part: PromptPart | None = None
+    #: Number of the last step in lanes in which it had a token (pipelined mode); until then, in which it first waited.
+    turn: int | None = None
     #: What the request said about its insertion into the device's radix cache before it came here.
     skip_insert: bool = field(default=False, repr=False)
 

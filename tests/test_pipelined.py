@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from sglang_neo.hybrid.host_attention import Emission
-from sglang_neo.hybrid.pipelined import LaneEmission
+from sglang_neo.hybrid.pipelined import LaneEmission, PrefillLane
 from sglang_neo.planning.placement import Rules
-from tests.harness.exact import assert_exact
+from tests.harness.exact import assert_exact, first_difference
 from tests.harness.graphs import capture_decode_steps
 from tests.harness.inprocess import InProcessScheduler
 from tests.harness.models import ARCHITECTURES
@@ -83,30 +83,43 @@ def test_random_workloads(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_lanes_take_turns(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A and B hand over a layer before either has its answer."""
+    """A and B hand over a layer before either has its answer; beside a prefill, B waits when the next layer's attention
+    is on its way."""
     events: list[tuple[str, str, int]] = []
 
-    def noting(name: str) -> None:
-        own = getattr(Emission, name)
+    def noting(owner: type, name: str) -> None:
+        own = getattr(owner, name)
 
-        def noted(self: Any, layer: int, *args: Any) -> None:
-            if isinstance(self, LaneEmission):
-                events.append((name, "A" if self.has_device_rows else "B", layer))
-            own(self, layer, *args)
+        def noted(self: Any, *args: Any) -> None:
+            if isinstance(self, PrefillLane):
+                events.append(("attend", "A", self.received))
+            elif isinstance(self, LaneEmission):
+                events.append((name, "A" if self.has_device_rows else "B", args[0]))
+            own(self, *args)
 
-        monkeypatch.setattr(Emission, name, noted)
+        monkeypatch.setattr(owner, name, noted)
 
-    noting("send")
-    noting("receive")
+    noting(Emission, "send")
+    noting(Emission, "receive")
+    noting(PrefillLane, "handed_over")
     with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, neo_mode="pipelined") as scheduler:
         layers = scheduler.scheduler.placement.attention.geometry.layers
         scheduler.run(crowd(seed=2, count=8, answer=30), RandomMoves(seed=2, rate=0.3))
-    order = [("send", lane, 0) for lane in "AB"]
+        counts = scheduler.scheduler.neo_metrics.counters.steps
+    decode = [("send", lane, 0) for lane in "AB"]
+    beside = [("attend", "A", 0), ("send", "B", 0)]
     for layer in range(layers):
+        more = layer + 1 < layers
         for lane in "AB":
-            order += [("receive", lane, layer)] + [("send", lane, layer + 1)] * (layer + 1 < layers)
-    assert len(events) >= len(order) and len(events) % len(order) == 0
-    assert all(events[i : i + len(order)] == order for i in range(0, len(events), len(order)))
+            decode += [("receive", lane, layer)] + [("send", lane, layer + 1)] * more
+        beside += [("attend", "A", layer + 1)] * more + [("receive", "B", layer)] + [("send", "B", layer + 1)] * more
+    steps = {"pipelined": 0, "pipelined_prefill": 0}
+    while events:
+        kind, order = ("pipelined", decode) if events[0][0] == "send" else ("pipelined_prefill", beside)
+        assert events[: len(order)] == order
+        del events[: len(order)]
+        steps[kind] += 1
+    assert min(steps.values()) > 0 and all(counts[kind] == count for kind, count in steps.items()), (steps, counts)
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -144,6 +157,56 @@ def test_an_error_in_one_lane_ends_both(tiny: Tiny, monkeypatch: pytest.MonkeyPa
         with pytest.raises(ValueError, match="lane B fails"):
             attention._take_turns([lambda: forward("A"), lambda: forward("B")], emissions)
         assert sorted(seen) == ["A", "B"] and attention.current is outer
+
+
+def capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As torch's ``scaled_dot_product_attention``, with scores capped at SOFT_CAP."""
+    assert attn_mask is None and scale is not None
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
+    scores = SOFT_CAP * torch.tanh(query @ key.transpose(-1, -2) * scale / SOFT_CAP)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    return scores.softmax(-1) @ value
+
+
+SOFT_CAP = 1.5
+
+
+@pytest.mark.parametrize("ours", [SOFT_CAP, 0.0])
+def test_attention_with_a_soft_cap(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, ours: float) -> None:
+    """SGLang's attention for the CPU knows no soft cap: it is given one, and the model too. Negative control: the CPU
+    kernels do without."""
+    from sglang.srt.layers.attention import torch_native_backend
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    own = RadixAttention.__init__
+
+    def capped(layer: Any, *args: Any, **kwargs: Any) -> None:
+        own(layer, *args, **kwargs)
+        layer.logit_cap = ours
+
+    monkeypatch.setattr(torch_native_backend, "scaled_dot_product_attention", capped_attention)
+    monkeypatch.setattr(RadixAttention, "__init__", capped)
+    requests = crowd(seed=9, count=12, answer=30)
+    with InProcessScheduler("plain", tiny("llama"), max_running_requests=16) as scheduler:
+        expected = {name: result.reference() for name, result in scheduler.run(requests).items()}
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=400, neo_mode="pipelined") as scheduler:
+        got = tokens(scheduler.run(requests))
+        steps = scheduler.scheduler.neo_metrics.counters.steps
+    assert steps["pipelined"] > 10, steps
+    if ours:
+        assert_exact(expected, got)
+    else:
+        assert sum(first_difference(name, r, got[name]) is not None for name, r in expected.items()) >= 2
 
 
 @pytest.mark.parametrize("wrong", ["inbox", "lane"])

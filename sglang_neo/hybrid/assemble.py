@@ -10,6 +10,7 @@ from typing import Any
 
 from cpu_kernels.cores import NotEnoughCores
 from cpu_kernels.workers import WorkerPool
+from sglang_neo.args import LANE_MODES
 from sglang_neo.errors import UsageError
 from sglang_neo.host_kv import limits
 from sglang_neo.host_kv.device_pool import DeviceKV, device_kv
@@ -92,7 +93,7 @@ def host_side(runner: Any) -> HostSide:
         )
         hook_layers(runner.model, attention)
     else:
-        kind = PipelinedAttention if args.neo_mode == "pipelined" else HostAttention
+        kind = PipelinedAttention if _pipelined(args) else HostAttention
         attention = kind(*common, runner.req_to_token_pool.size, args.neo_watchdog_timeout)
     transfer = KVTransfer(pool, device.k, device.v)
     host_tokens = pages * pool.geometry.page_tokens
@@ -130,6 +131,16 @@ def _deferred_slots(runner: Any, pool: HostKVPool) -> int:
         return slots
     logger.warning(f"sglang_neo: no deferred mode, host rows run in mode sync: {reason}")
     return 0
+
+
+def _pipelined(args: Any) -> bool:
+    """Whether steps have two lanes; if they were asked for and cannot have them, the reason is logged."""
+    if args.neo_mode not in LANE_MODES:
+        return False
+    if not args.enable_lora:
+        return True
+    logger.warning("sglang_neo: no pipelined mode, host rows run in mode sync: LoRA's state is that of one batch")
+    return False
 
 
 def _pool(runner: Any, device: DeviceKV) -> tuple[HostMemory, HostKVPool]:

@@ -5,7 +5,8 @@ line of ``req_to_token`` is zero (slot 0, which nobody owns), its length is 1, a
 the backend computes for such a row is thrown away and replaced by the CPU's answer.
 
 In a prefill whose prompts go to host memory, the backend works on a staging region (``prefill.py``), into and out of
-which their tokens move around each layer's attention.
+which their tokens move around each layer's attention. Beside a prefill of either kind host rows may decode in a lane of
+their own (``pipelined.py``), of which the user's backend sees nothing.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def make_hybrid(backend: Any, host_attention: HostAttention, prefill: HostPrefil
         out: torch.Tensor = own.forward_extend(self, q, k, v, layer, forward_batch, *args, **kw)
         if prompts is not None:
             prompts.take(index)
+        if host_attention.current is not None:  # host rows decode beside it
+            host_attention.current.handed_over()
         return out
 
     members: dict[str, Any] = {

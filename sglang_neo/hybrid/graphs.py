@@ -19,6 +19,7 @@ from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import Ful
 from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_lora_variant
 from sglang.srt.utils import get_available_gpu_memory
 
+from sglang_neo.args import LANE_MODES
 from sglang_neo.hybrid.host_attention import HostAttention
 from sglang_neo.hybrid.pipelined import LaneSizes, PipelinedAttention
 from sglang_neo.planning.lanes import lane_buckets
@@ -62,7 +63,7 @@ def host_graph_bytes(args: Any) -> int:
     if args.neo_mode == "gpu-only" or decode.backend != Backend.FULL or gpu_only_reasons(args):
         return 0
     graphs = len(host_row_sizes(decode.bs))
-    if args.neo_mode == "pipelined":
+    if args.neo_mode in LANE_MODES:
         graphs += 2 * len(lane_buckets(host_row_sizes(decode.bs, _LANE_STEP), max(decode.bs)))
     return graphs * _GRAPH_BYTES.get(args.attention_backend, _GRAPH_BYTES_ELSE)
 

@@ -18,9 +18,9 @@ be captured. Here the wait comes in the same layer (mode sync of docs/architectu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,6 +83,14 @@ class Boxes:
         control = torch.tensor([number, *index, *unset], dtype=torch.int32)
         self.control[: len(control)].copy_(control, non_blocking=True)
         self._controlled = len(index)
+
+
+class Lane(NamedTuple):
+    """Host rows that are handed over together, layer by layer."""
+
+    boxes: Boxes
+    rows: Sequence[HostRow]  # ``tokens`` includes the new one, whose k and v this step appends
+    places: Sequence[int]  # in the batch that the forward of this lane is of
 
 
 class HostAttention(Boxes):
@@ -161,16 +169,21 @@ class HostAttention(Boxes):
         Raises:
             StepRefused: launch the step without hand-offs, and call its host rows failed.
         """
-        await_arrivals(rows)
+        return self._launch([Lane(self, rows, index)], self._handoffs)
+
+    def _launch(self, lanes: Sequence[Lane], handoffs: Handoffs) -> int:
+        """``launch`` of a step in lanes.
+
+        Args:
+            handoffs: of the step: of each layer those of the lanes, in their order.
+        """
+        await_arrivals(row for lane in lanes for row in lane.rows)
         self._epoch += 1
         number = self._epoch & 0x7FFFFFFF
-        self.load_control(number, index)
-        return self._submit(lambda: self._descriptor(rows, number))
-
-    def _submit(self, descriptor: Callable[[], Step]) -> int:
-        """Gives the workers the step that ``_epoch`` is the number of. Raises StepRefused."""
+        for lane in lanes:
+            lane.boxes.load_control(number, lane.places)
         try:
-            self.service.submit(descriptor())
+            self.service.submit(self._descriptor(lanes, handoffs, number))
         except RuntimeError as refused:
             raise StepRefused(str(refused)) from refused
         self._taken = self._epoch
@@ -235,11 +248,15 @@ class HostAttention(Boxes):
             prefix_groups=[(run.rows, run.begin * page, run.end * page) for run in shared],
         )
 
-    def _descriptor(self, rows: Sequence[HostRow], number: int) -> Step:
-        jobs, plan = self._jobs_of(rows, self)
-        # One after the other: the jobs of a plan share its workspace.
-        kept = (plan, self.outbox, self.inbox, self.flags)
-        return Step(self._epoch, number, self._handoffs.with_jobs(jobs), overlap=1, keepalive=kept)
+    def _descriptor(self, lanes: Sequence[Lane], handoffs: Handoffs, number: int) -> Step:
+        jobs, kept = [], []
+        for lane in lanes:
+            of_lane, plan = self._jobs_of(lane.rows, lane.boxes) if lane.rows else ([None] * self.geometry.layers, None)
+            jobs.append(of_lane)
+            kept += [plan, lane.boxes]
+        in_turn = [job for layer in zip(*jobs, strict=True) for job in layer]
+        # The jobs of a lane share its plan's workspace: of each lane, one hand-off at a time.
+        return Step(self._epoch, number, handoffs.with_jobs(in_turn), overlap=len(lanes), keepalive=kept)
 
     def _jobs_of(self, rows: Sequence[HostRow], boxes: Boxes) -> tuple[Any, Plan]:
         """By layer, the attention of these rows from and to ``boxes``; and what has to be kept meanwhile."""

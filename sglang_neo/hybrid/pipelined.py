@@ -1,7 +1,7 @@
 """Pipelined mode (NEO, arXiv 2411.01142): the rows of a decode step in two lanes, two forwards of the model that take
 turns at each layer's attention. While the CPU attends to the host rows of one lane, the GPU does the other's linears.
 
-    lane A    device rows and some host rows
+    lane A    device rows and some host rows, or a prefill
     lane B    host rows only: no attention on the device
 
 In stream order: A's projections and hand-off of layer l, its device attention; B's of layer l; A's answer, the rest of
@@ -9,8 +9,8 @@ its layer and the projections of layer l + 1; B's answer ... Both lanes have box
 one list of hand-offs, A and B in turn (``cpu_kernels/src/handoff.hpp``).
 
 The two forwards run as greenlets in one thread, so no model code is edited, and any model whose attention goes through
-SGLang's attention backends will do. They share one batch, split between two rows; so a CUDA graph of a decode step can
-hold both.
+SGLang's attention backends will do. In a decode step they share one batch, split between two rows; so a CUDA graph of
+it can hold both. Beside a prefill, lane B is a decode batch of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import greenlet
 import torch
 
-from cpu_kernels.workers import Handoffs, Step
-from sglang_neo.hybrid.host_attention import Boxes, Emission, HostAttention, await_arrivals
+from cpu_kernels.workers import Handoffs
+from sglang_neo.hybrid.host_attention import Boxes, Emission, HostAttention, Lane
 from sglang_neo.token_manager import HostRow
 
 
@@ -51,10 +51,11 @@ class PipelinedAttention(HostAttention):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._second = Boxes(self.geometry, self.inbox.dtype, len(self.inbox), str(self.control.device))
-        self._lane_handoffs = Handoffs()
+        self._lane_handoffs, self._second_handoffs = Handoffs(), Handoffs()
         for layer in range(self.geometry.layers):
             for lane, boxes in enumerate(self._lane_boxes):
                 self._lane_handoffs.add(None, *boxes.flag_addresses(layer), layer=layer, lane=lane)
+            self._second_handoffs.add(None, *self._second.flag_addresses(layer), layer=layer, lane=1)
         #: While a forward in two lanes is prepared, run or captured: where its batch is split.
         self.sizes: LaneSizes | None = None
 
@@ -66,23 +67,12 @@ class PipelinedAttention(HostAttention):
 
     def launch_lanes(self, rows: Sequence[Sequence[HostRow]], index: Sequence[Sequence[int]]) -> int:
         """As ``launch``, for a step in two lanes: by lane, its host rows and where in the lane they are."""
-        await_arrivals(row for lane in rows for row in lane)
-        self._epoch += 1
-        number = self._epoch & 0x7FFFFFFF
-        for boxes, lane_index in zip(self._lane_boxes, index, strict=True):
-            boxes.load_control(number, lane_index)
-        return self._submit(lambda: self._lane_descriptor(rows, number))
+        lanes = [Lane(*of_lane) for of_lane in zip(self._lane_boxes, rows, index, strict=True)]
+        return self._launch(lanes, self._lane_handoffs)
 
-    def _lane_descriptor(self, rows: Sequence[Sequence[HostRow]], number: int) -> Step:
-        nothing = [None] * self.geometry.layers
-        jobs, kept = [], []
-        for boxes, of_lane in zip(self._lane_boxes, rows, strict=True):
-            lane_jobs, plan = self._jobs_of(of_lane, boxes) if of_lane else (nothing, None)
-            jobs.append(lane_jobs)
-            kept += [plan, boxes]
-        in_turn = [job for layer in zip(*jobs, strict=True) for job in layer]
-        # Lanes have workspaces of their own, so two hand-offs may be in hand at once.
-        return Step(self._epoch, number, self._lane_handoffs.with_jobs(in_turn), overlap=2, keepalive=kept)
+    def launch_beside(self, rows: Sequence[HostRow]) -> int:
+        """As ``launch``, for the host rows that are lane B of a prefill, in their order."""
+        return self._launch([Lane(self._second, rows, range(len(rows)))], self._second_handoffs)
 
     # -- the model's side -------------------------------------------------------------------------------------
 
@@ -104,17 +94,45 @@ class PipelinedAttention(HostAttention):
                 for boxes, view in zip(self._lane_boxes, views, strict=True)
             ]
             forwards = [lambda view=view: forward(view.input_ids, view.positions, view, **kwargs) for view in views]
-            with torch.no_grad():  # models enter and leave it not last in, first out
-                outputs = self._take_turns(forwards, emissions)
-            layers = self.geometry.layers
-            if any(emission.received != layers for emission in emissions):
-                raise RuntimeError(f"lanes handed over {[e.received for e in emissions]} of {layers} layers")
-            emissions[0].end()
-            return joined_output(outputs)
+            return joined_output(self._take_turns(forwards, emissions))
 
         return forward_in_lanes
 
+    def beside(self, forward: Callable[..., Any], decode: Any, outputs: list[Any], flags: bool) -> Callable[..., Any]:
+        """In place of an SGLang model's ``forward`` of a prefill: the same, with a decode batch in lane B.
+
+        Args:
+            decode: SGLang's ForwardBatch of the host rows that were launched.
+            outputs: gets what the model returns of it.
+            flags: False if the workers take no step: what it returns is meaningless then.
+        """
+
+        def forward_beside(input_ids: torch.Tensor, positions: torch.Tensor, batch: Any, **kwargs: Any) -> Any:
+            forwards = [
+                lambda: forward(input_ids, positions, batch, **kwargs),
+                lambda: forward(decode.input_ids, decode.positions, decode),
+            ]
+            emissions = [
+                PrefillLane(self, self, 0, flags, has_device_rows=True),
+                LaneEmission(self, self._second, decode.batch_size, flags, has_device_rows=False),
+            ]
+            of_prefill, of_decode = self._take_turns(forwards, emissions)
+            outputs.append(of_decode)
+            return of_prefill
+
+        return forward_beside
+
     def _take_turns(self, forwards: Sequence[Callable[[], Any]], emissions: Sequence[LaneEmission]) -> list[Any]:
+        """What the forwards return, each of which gives way to the other at the attention of each layer."""
+        with torch.no_grad():  # models enter and leave it not last in, first out
+            outputs = self._in_turn(forwards, emissions)
+        done = [emission.received for emission in emissions]
+        if any(layers != self.geometry.layers for layers in done):
+            raise RuntimeError(f"lanes went through the attention of {done} of {self.geometry.layers} layers")
+        emissions[-1].end()
+        return outputs
+
+    def _in_turn(self, forwards: Sequence[Callable[[], Any]], emissions: Sequence[LaneEmission]) -> list[Any]:
         outputs: dict[int, Any] = {}
         scheduler, outer = greenlet.getcurrent(), self.current
 
@@ -153,6 +171,14 @@ class LaneEmission(Emission):
         self.give_way: Callable[[], Any] = lambda: None
 
     def handed_over(self) -> None:
+        self.give_way()
+
+
+class PrefillLane(LaneEmission):
+    """A prefill in lane A: it hands nothing over. ``received``: layers whose attention is on the stream."""
+
+    def handed_over(self) -> None:
+        self.received += 1
         self.give_way()
 
 
