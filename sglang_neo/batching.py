@@ -215,6 +215,8 @@ class NeoPrefillAdder(PrefillAdder):
     rem_chunk_tokens: Any
     rem_total_token_offset: Any
     cur_rem_token_offset: Any
+    preempt_list: list[Req]
+    max_running_requests: int
 
     def __init__(
         self,
@@ -281,6 +283,18 @@ class NeoPrefillAdder(PrefillAdder):
             return super().add_one_req_ignore_eos(req)
         finally:
             self.running_batch = running
+
+    def preempt_to_schedule(self, req: Req, server_args: Any) -> bool:
+        # Who lives in the other pool has no room to give there; its place in the batch may be what is missing.
+        running = self.running_batch.reqs
+        if self._manager is None or len(running) >= self.max_running_requests:
+            return bool(super().preempt_to_schedule(req, server_args))
+        others = [other for other in running if not self._here(other)]
+        self.preempt_list.extend(others)
+        try:
+            return bool(super().preempt_to_schedule(req, server_args))
+        finally:
+            self.preempt_list[:] = [other for other in self.preempt_list if other not in others]
 
     def add_chunked_req(self, req: Req) -> Req | None:
         manager = self._manager

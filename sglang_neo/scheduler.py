@@ -62,7 +62,9 @@ class NeoScheduler(Scheduler):
             else None
         )
         self.deferral = (
-            Deferral(self, attention, self.token_manager) if isinstance(attention, DeferredAttention) else None
+            Deferral(self, attention, self.token_manager, self.placement.rank)
+            if isinstance(attention, DeferredAttention)
+            else None
         )
         if attention is not None:
             extend_profiler(self.profiler_manager, attention)
@@ -115,6 +117,7 @@ class NeoScheduler(Scheduler):
         NeoScheduleBatch.adopt(running_batch)
         with self._without_host_chunk() as host_chunk:
             self.placement.before_chunk(running_batch)
+            self.placement.before_admission(running_batch)
             batch, running_batch = super()._get_new_batch_prefill_raw(
                 prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
             )
@@ -177,7 +180,7 @@ class NeoScheduler(Scheduler):
             report_host_rows(batch, result)
         if self.recovery is None:
             return super().process_batch_result(batch, result)
-        with self.recovery.publishing(result):
+        with self.recovery.publishing(result), self.neo_metrics.timing_tokens(batch):
             super().process_batch_result(batch, result)
         if self.deferral is not None:
             self.deferral.processed(result)
@@ -201,7 +204,7 @@ class NeoScheduler(Scheduler):
 
     def neo_state(self) -> dict[str, Any]:
         """The ``neo`` block of ``/server_info``: what runs here, as plain JSON values."""
-        manager = self.token_manager
+        manager, cpu = self.token_manager, self.neo_metrics.cpu_times()
         return {
             "version": __version__,
             "sglang_version": seams.sglang_version(),
@@ -232,7 +235,8 @@ class NeoScheduler(Scheduler):
             "restarted_reqs": self.recovery.restarted_reqs if self.recovery is not None else 0,
             "steps_total": dict(self.neo_metrics.counters.steps),
             "steps_behind_total": self.deferral.counters.behind if self.deferral is not None else 0,
-            "cpu_seconds": dataclasses.asdict(self.neo_metrics.cpu_times()),
+            "cpu_seconds": {"busy": cpu.busy, "wait": cpu.wait},
+            "awaited": {"handoffs": cpu.awaited_handoffs, "seconds": cpu.awaited},
         }
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
