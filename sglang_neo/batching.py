@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_neo.token_manager import NeoTokenManager, host_row
+from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
 
 #: What SGLang's penalizers (sampling/penaltylib) change with every token, ``[rows, ...]``.
 _PENALTY_STATE = (
@@ -253,7 +253,7 @@ class NeoPrefillAdder(PrefillAdder):
             return AddReqResult.OTHER
         if manager is None or not self._to_host:
             return super().add_one_req(req, has_chunked_req, truncation_align_size)
-        if req.session is not None:  # keeps its device KV between turns
+        if keeps_device_kv(req):
             return AddReqResult.NO_TOKEN
         if manager.host_cache is None:  # what was matched is on the device, in a tree that ours stands not behind
             req.prefix_indices, req.last_node, req.host_hit_length = req.prefix_indices[:0], None, 0

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from sglang_neo.planning.metering import Meter
 from sglang_neo.planning.placement import Row, Rules, pause_after, to_device, to_exchange, to_host
-from sglang_neo.token_manager import NeoTokenManager, host_row
+from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
 
 
 def _device_rows(batch: Any) -> int:
@@ -190,7 +190,7 @@ class Placement:
         first = max(scheduler.waiting_queue, key=self.rank)  # of several the one that came first, as SGLang sorts them
         threshold = scheduler.priority_scheduling_preemption_threshold
         lower = self._rows(batch, lambda req: self._may_leave(req) and self.rank(first) - self.rank(req) > threshold)
-        if not lower or first.session is not None:
+        if not lower:
             return
         ratio = scheduler.new_token_ratio_tracker.current
 
@@ -256,5 +256,6 @@ class Placement:
         return row is not None and row.part is None
 
     def _may_leave(self, req: Any) -> bool:
-        """Not a request whose device KV others hold on to: sessions keep it between turns."""
-        return host_row(req) is None and not req.finished() and req.session is None and req.kv_committed_len > 0
+        return (
+            host_row(req) is None and not req.finished() and not keeps_device_kv(req) and bool(req.kv_committed_len > 0)
+        )

@@ -22,7 +22,7 @@ from sglang_neo.placement import Placement
 from sglang_neo.prefix_cache import add_host_cache
 from sglang_neo.recovery import Recovery
 from sglang_neo.timeline import extend_profiler
-from sglang_neo.token_manager import NeoTokenManager, host_row
+from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
 
 
 def report_host_rows(batch: Any, result: Any) -> None:
@@ -164,7 +164,13 @@ class NeoScheduler(Scheduler):
         return super().update_running_batch(batch)
 
     def init_req_max_new_tokens(self, req: Any) -> None:
-        if not self.token_manager.has_host:
+        if not self.token_manager.has_host or keeps_device_kv(req):
+            if self.token_manager.has_host and len(req.origin_input_ids) >= self.max_total_num_tokens:
+                # It would wait for ever: prompts may be longer than that only where the host takes them.
+                req.set_finish_with_abort(
+                    f"A streaming session's {len(req.origin_input_ids)} tokens do not fit the GPU's KV pool of "
+                    f"{self.max_total_num_tokens} tokens, where they have to stay"
+                )
             return super().init_req_max_new_tokens(req)
         # SGLang clips to what the device pool can hold; here a request may go on in host memory.
         device, self.max_total_num_tokens = self.max_total_num_tokens, self.max_req_len + 1
