@@ -248,7 +248,17 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-_SAMPLING = ("max_new_tokens", "temperature", "ignore_eos", "regex", "json_schema", "stop")
+_SAMPLING = (
+    "max_new_tokens",
+    "temperature",
+    "ignore_eos",
+    "regex",
+    "json_schema",
+    "ebnf",
+    "stop",
+    "n",
+    "frequency_penalty",
+)
 
 
 def generate_body(**body: Any) -> dict[str, Any]:

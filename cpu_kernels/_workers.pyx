@@ -69,6 +69,7 @@ cdef extern from "handoff.hpp" namespace "cpu_kernels" nogil:
         uint64_t epoch
         uint32_t number
         int overlap
+        cbool deferred
         vector[HandoffJob] jobs
 
     cdef enum class PoisonReason:
@@ -99,6 +100,7 @@ cdef extern from "handoff.hpp" namespace "cpu_kernels" nogil:
         uint64_t submitted_epoch, completed_epoch
         int steps, in_flight, lag
         int64_t submitted_steps, complete_steps, poisoned_steps, handoffs, answer_ns, max_answer_ns, device_wait_ns
+        int64_t awaited, awaited_ns
 
     cdef struct CHandoffSpan "cpu_kernels::HandoffSpan":
         uint64_t epoch, sequence
@@ -384,11 +386,12 @@ cdef class Service:
         with nogil:
             del self.service
 
-    def submit(self, epoch, number, Handoffs handoffs not None, overlap):
+    def submit(self, epoch, number, Handoffs handoffs not None, overlap, deferred):
         cdef StepDescriptor step
         step.epoch = epoch
         step.number = number
         step.overlap = overlap
+        step.deferred = deferred
         step.jobs = handoffs.jobs
         with nogil:
             self.service.submit(step)
@@ -421,7 +424,8 @@ cdef class Service:
                     steps=s.steps, in_flight=s.in_flight, lag=s.lag, device_through=s.device_through,
                     submitted_steps=s.submitted_steps, complete_steps=s.complete_steps,
                     poisoned_steps=s.poisoned_steps, handoffs=s.handoffs, answer_ns=s.answer_ns,
-                    max_answer_ns=s.max_answer_ns, device_wait_ns=s.device_wait_ns)
+                    max_answer_ns=s.max_answer_ns, device_wait_ns=s.device_wait_ns, awaited=s.awaited,
+                    awaited_ns=s.awaited_ns)
 
     def start_trace(self, handoffs):
         self.service.start_trace(handoffs)

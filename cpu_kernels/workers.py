@@ -150,6 +150,7 @@ class Step:
     handoffs: Handoffs
     overlap: int = 2  # hand-off i begins only when i - overlap has ended; they may share a workspace
     keepalive: Any = None
+    deferred: bool = False  # the device takes the answers in its next step of this kind; for ``HandoffStatus.awaited``
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,9 @@ class HandoffStatus:
     answer_ns: int  # from ready seen to done written, their sum
     max_answer_ns: int
     device_wait_ns: int  # steps were running and nothing was given
+    #: Deferred order: answers for which the device may have waited, and for how long at most (see src/handoff.hpp).
+    awaited: int
+    awaited_ns: int
 
 
 # Steps whose memory a stuck worker may still use after its service was closed.
@@ -217,7 +221,7 @@ class HandoffService:
             ValueError: malformed (an epoch that is not above the last, a bad flag address, overlap below 1, ...).
             RuntimeError: the service is poisoned or closed, the pool lost a worker, or this is a forked child.
         """
-        self._service.submit(step.epoch, step.number, step.handoffs, step.overlap)
+        self._service.submit(step.epoch, step.number, step.handoffs, step.overlap, step.deferred)
         self._held.append(step)
         self._let_go()
 

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_neo.token_manager import NeoTokenManager, host_row
+from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
 
 #: What SGLang's penalizers (sampling/penaltylib) change with every token, ``[rows, ...]``.
 _PENALTY_STATE = (
@@ -217,6 +217,8 @@ class NeoPrefillAdder(PrefillAdder):
     rem_chunk_tokens: Any
     rem_total_token_offset: Any
     cur_rem_token_offset: Any
+    preempt_list: list[Req]
+    max_running_requests: int
 
     def __init__(
         self,
@@ -253,7 +255,7 @@ class NeoPrefillAdder(PrefillAdder):
             return AddReqResult.OTHER
         if manager is None or not self._to_host:
             return super().add_one_req(req, has_chunked_req, truncation_align_size)
-        if req.session is not None:  # keeps its device KV between turns
+        if keeps_device_kv(req):
             return AddReqResult.NO_TOKEN
         if manager.host_cache is None:  # what was matched is on the device, in a tree that ours stands not behind
             req.prefix_indices, req.last_node, req.host_hit_length = req.prefix_indices[:0], None, 0
@@ -283,6 +285,18 @@ class NeoPrefillAdder(PrefillAdder):
             return super().add_one_req_ignore_eos(req)
         finally:
             self.running_batch = running
+
+    def preempt_to_schedule(self, req: Req, server_args: Any) -> bool:
+        # Who lives in the other pool has no room to give there; its place in the batch may be what is missing.
+        running = self.running_batch.reqs
+        if self._manager is None or len(running) >= self.max_running_requests:
+            return bool(super().preempt_to_schedule(req, server_args))
+        others = [other for other in running if not self._here(other)]
+        self.preempt_list.extend(others)
+        try:
+            return bool(super().preempt_to_schedule(req, server_args))
+        finally:
+            self.preempt_list[:] = [other for other in self.preempt_list if other not in others]
 
     def add_chunked_req(self, req: Req) -> Req | None:
         manager = self._manager

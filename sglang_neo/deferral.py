@@ -10,7 +10,7 @@ which SGLang relays by request slot, and its position.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from sglang_neo.batching import NeoScheduleBatch
 from sglang_neo.hybrid.deferred import DeferredAttention, DeferredStep
 from sglang_neo.hybrid.parking import RECORDED_STEPS
 from sglang_neo.planning.cohorts import Cohorts, Seat
+from sglang_neo.planning.placement import to_seat
 from sglang_neo.ranks import least_of_all_ranks
 from sglang_neo.recovery import LaunchedHostRows, Recovery
 from sglang_neo.token_manager import HostRow, NeoTokenManager, host_row
@@ -86,10 +87,13 @@ class Deferral:
         scheduler: SGLang's.
         attention: of its model runner.
         manager: of host memory.
+        rank: of a request, see ``sglang_neo.planning.placement``.
     """
 
-    def __init__(self, scheduler: Any, attention: DeferredAttention, manager: NeoTokenManager):
-        self._scheduler, self._attention, self._manager = scheduler, attention, manager
+    def __init__(
+        self, scheduler: Any, attention: DeferredAttention, manager: NeoTokenManager, rank: Callable[[Any], int]
+    ):
+        self._scheduler, self._attention, self._manager, self._rank = scheduler, attention, manager, rank
         self._cohorts: Cohorts[Rider] = Cohorts(attention.geometry.layers, attention.slots)
         self._changed: set[int] = set()  # cohorts whose seats the device side has not been told of
         self._settled = 0  # the last step that was judged with nobody riding
@@ -194,18 +198,14 @@ class Deferral:
         return part
 
     def _enter(self, reqs: list[Any]) -> None:
-        """Seats the cohort whose turn it is: its own rows, then those that have waited longest."""
-        cohorts = self._cohorts
-        entering = [rider for rider in cohorts.boundary()]
-        seated = {id(rider.req) for rider in (*cohorts.mid_token(), *entering)}
-        for req in reqs:
-            if len(entering) == cohorts.slots:
-                break
-            row = host_row(req)
-            if id(req) not in seated and row is not None:
-                entering.append(Rider(req, row))
+        """Seats the cohort whose turn it is: its own rows, then those that have waited longest; higher ranks first."""
+        cohorts, rank = self._cohorts, self._rank
+        due = cohorts.boundary()
+        seated = {id(rider.req) for rider in (*cohorts.mid_token(), *due)}
+        waiting = [Rider(req, row) for req in reqs if id(req) not in seated and (row := host_row(req)) is not None]
+        stay, come = to_seat([rank(rider.req) for rider in waiting], [rank(rider.req) for rider in due], cohorts.slots)
         rows = []
-        for rider in entering:
+        for rider in (*(due[i] for i in stay), *(waiting[i] for i in come)):
             if not self._manager.can_grow([rider.req]):
                 continue  # it gives its seat up, and waits for memory
             self._manager.grow(rider.req)

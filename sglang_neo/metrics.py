@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections import Counter as Multiset
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_neo.hybrid.host_attention import CpuTimes
 from sglang_neo.recovery import LaunchedHostRows, Recovery
-from sglang_neo.token_manager import NeoTokenManager
+from sglang_neo.token_manager import NeoTokenManager, host_row
 
 logger = logging.getLogger(__name__)
+
+#: Upper bounds of the histogram of times between tokens: SGLang's (observability/metrics_collector.py), and more for
+#: deferred rows, whose token takes as many steps as the model has layers.
+_BUCKETS = (
+    *(0.002, 0.004, 0.006, 0.008, 0.010, 0.015, 0.020, 0.025, 0.030, 0.035, 0.040, 0.060, 0.080, 0.100),
+    *(0.200, 0.400, 0.600, 0.800, 1.000, 2.000, 4.000, 6.000, 8.000, 16.000, 32.000),
+)
 
 
 #: Of decode steps. pipelined_prefill: host rows alone, in the second lane of a prefill.
@@ -55,6 +65,28 @@ class NeoMetrics:
         self._published = _Published(labels) if labels is not None and manager.has_host else None
         self._steps_since_log = self._tokens_since_log = 0
         self._logged_at = time.perf_counter()
+
+    @contextlib.contextmanager
+    def timing_tokens(self, batch: Any) -> Iterator[None]:
+        """Around the processing of a step's result: how long after the one before each request's token came, by where
+        its KV is. A request's first token has none before it, nor has the first after it was prefilled again."""
+        if self._published is None:
+            yield
+            return
+        before = [(len(req.output_ids), "device" if host_row(req) is None else "host") for req in batch.reqs]
+        yield
+        decode, now = batch.forward_mode.is_decode(), time.perf_counter()
+        # Rows that decode together have had their last token at one moment: few different intervals for many rows.
+        intervals: Multiset[tuple[str, float]] = Multiset()
+        for req, (known, kind) in zip(batch.reqs, before, strict=True):
+            if len(req.output_ids) == known:
+                continue
+            last = getattr(req, "neo_token_at", None)
+            if decode and last is not None:
+                intervals[kind, now - last] += 1
+            req.neo_token_at = now
+        for (kind, seconds), count in intervals.items():
+            self._published.observe_interval(kind, seconds, count)
 
     def count_decode(self, launched: LaunchedHostRows | None, eager: str | None = None) -> None:
         """One decode step whose result is being processed.
@@ -104,7 +136,7 @@ class _Published:
 
     def __init__(self, labels: Mapping[str, str]):
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before the first import of prometheus_client.
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter, Gauge, Histogram
 
         names = list(labels)
 
@@ -118,6 +150,17 @@ class _Published:
         prompts = counter("neo_host_prompt_tokens_total", "Tokens of prompts computed straight into host memory.")
         busy = counter("neo_cpu_busy_seconds_total", "Time that CPU attention workers worked, summed over threads.")
         wait = counter("neo_cpu_wait_seconds_total", "Time that steps with host rows gave the CPU nothing to do.")
+        awaited = counter(
+            "neo_awaited_handoffs_total", "Answers of the CPU that deferred steps may have had to wait for."
+        )
+        stalled = counter("neo_awaited_seconds_total", "How long deferred steps have waited for them, at most.")
+        self._awaited, self._stalled = awaited.labels(**labels), stalled.labels(**labels)
+        self._intervals = Histogram(
+            "sglang:neo_inter_token_latency_seconds",
+            "Histogram of the time between two tokens of a request in seconds, by where its KV is.",
+            labelnames=[*names, "kind"],
+            buckets=_BUCKETS,
+        )
         self._steps = counter("neo_steps_total", "Decode steps, by mode.", "mode")
         self._eager = counter("neo_eager_steps_total", "Decode steps without a CUDA graph, by reason.", "reason")
         self._migrations = counter("neo_migrations_total", "Requests moved between the pools.", "direction")
@@ -155,6 +198,8 @@ class _Published:
         if times is not None:
             self._add("busy", self._busy, times.busy)
             self._add("wait", self._wait, times.wait)
+            self._add("awaited", self._awaited, times.awaited_handoffs)
+            self._add("stalled", self._stalled, times.awaited)
         if recovery is not None:
             self._add("failed", self._failed, recovery.failed_steps)
             self._add("restarted", self._restarted, recovery.restarted_reqs)
@@ -166,6 +211,12 @@ class _Published:
         self._add("evicted", self._evicted, manager.host_cache_counters.evicted_tokens)
         self._total.set(usage.total_tokens)
         self._running.set(len(manager.host_rows()))
+
+    def observe_interval(self, kind: str, seconds: float, count: int) -> None:
+        """As SGLang's ``observe_inter_token_latency``: many at once."""
+        histogram = self._intervals.labels(**self._labels, kind=kind)
+        histogram._sum.inc(seconds * count)
+        histogram._buckets[bisect_left(histogram._upper_bounds, seconds)].inc(count)
 
     def _add(self, name: str, metric: Any, total: float) -> None:
         more = total - self._seen.get(name, 0)

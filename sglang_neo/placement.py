@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
 from sglang_neo.planning.metering import Meter
-from sglang_neo.planning.placement import Row, Rules, pause_after, to_device, to_host
-from sglang_neo.token_manager import NeoTokenManager, host_row
+from sglang_neo.planning.placement import Row, Rules, pause_after, to_device, to_exchange, to_host
+from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
 
 
 def _device_rows(batch: Any) -> int:
@@ -139,7 +142,7 @@ class Placement:
         """Moves the newest rows out until ``needed`` tokens are free on the device; whether any row moved."""
         moved = False
         while (missing := needed - self._device_free()) > 0:
-            rows = self._rows(batch, lambda req: host_row(req) is None and self._movable(req))
+            rows = self._rows(batch, self._may_leave)
             leaving = to_host(rows, missing, self._manager.host_available(), partly=partly)
             if not any([self.move_to_host(batch.reqs[index]) for index in leaving]):
                 break
@@ -169,9 +172,56 @@ class Placement:
         rows = self._rows(batch, self._may_return)
         if not rows:
             return
-        device_rows = _device_rows(batch)
-        for index in to_device(rows, device_rows, self._device_free(), self._page, self.rules):
+        free = self._device_free()
+        returning = to_device(rows, _device_rows(batch), free, self._page, self.rules)
+        if not returning and self._ranked and self._open:
+            device_rows = self._rows(batch, self._may_leave)
+            found = to_exchange(rows, device_rows, free, self._page, self._manager.host_available(), self.rules)
+            if found is not None:
+                returning, leaving = [found[0]], found[1]
+                for index in leaving:
+                    self.move_to_host(batch.reqs[index])
+        for index in returning:
             self.move_to_device(batch.reqs[index])
+
+    # -- priorities -------------------------------------------------------------------------------------------
+
+    @property
+    def _ranked(self) -> bool:
+        return bool(self._scheduler.enable_priority_scheduling)
+
+    def rank(self, req: Any) -> int:
+        """Of a request: SGLang's priority, the higher the more it matters; 0 where priorities mean nothing."""
+        if not self._ranked:
+            return 0
+        return int(-req.priority if self._scheduler.schedule_low_priority_values_first else req.priority)
+
+    def before_admission(self, batch: Any) -> None:
+        """Room for the first waiting prompt where rows of lower rank have it: they go on in host memory, where SGLang
+        would throw their KV away (``PrefillAdder.preempt_to_schedule``)."""
+        scheduler = self._scheduler
+        if not (scheduler.enable_priority_preemption and self._open and scheduler.waiting_queue and batch.reqs):
+            return
+        if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
+            return  # a request slot is what is missing
+        first = max(scheduler.waiting_queue, key=self.rank)  # of several the one that came first, as SGLang sorts them
+        threshold = scheduler.priority_scheduling_preemption_threshold
+        lower = self._rows(batch, lambda req: self._may_leave(req) and self.rank(first) - self.rank(req) > threshold)
+        if not lower:
+            return
+        ratio = scheduler.new_token_ratio_tracker.current
+
+        def answer(req: Any) -> int:
+            return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+
+        # As admission counts: every row on the device takes what it is expected to generate.
+        growth = {i: int(answer(req) * ratio) for i, req in enumerate(batch.reqs) if host_row(req) is None}
+        lower = [dataclasses.replace(row, device_tokens=row.device_tokens + growth[row.index]) for row in lower]
+        prompt = len(first.origin_input_ids) + len(first.output_ids)
+        needed = self._device_footprint(prompt + answer(first)) + self._page + sum(growth.values())
+        leaving = to_host(lower, needed - self._device_free(), self._manager.host_available(), partly=False)
+        for index in leaving:
+            self.move_to_host(batch.reqs[index])
 
     def move_to_device(self, req: Any) -> bool:
         """Moves one host row back, now. False if the device has no room for it, or it waits to be prefilled again."""
@@ -213,7 +263,8 @@ class Placement:
         for index, req in enumerate(batch.reqs):
             if wanted(req):
                 tokens = req.seqlen - 1
-                found.append(Row(index, self._device_footprint(tokens), self._manager.host_footprint(tokens + 1)))
+                sizes = self._device_footprint(tokens), self._manager.host_footprint(tokens + 1)
+                found.append(Row(index, *sizes, self.rank(req)))
         return found
 
     def _may_return(self, req: Any) -> bool:
@@ -221,6 +272,7 @@ class Placement:
         row = host_row(req)
         return row is not None and row.part is None
 
-    def _movable(self, req: Any) -> bool:
-        """Not a request whose device KV others hold on to: sessions keep it between turns."""
-        return not req.finished() and req.session is None and req.kv_committed_len > 0
+    def _may_leave(self, req: Any) -> bool:
+        return (
+            host_row(req) is None and not req.finished() and not keeps_device_kv(req) and bool(req.kv_committed_len > 0)
+        )

@@ -26,7 +26,7 @@ from sglang_neo.placement import Placement
 from sglang_neo.prefix_cache import add_host_cache
 from sglang_neo.recovery import Recovery
 from sglang_neo.timeline import extend_profiler
-from sglang_neo.token_manager import NeoTokenManager, host_row
+from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
 
 
 def report_host_rows(batch: Any, result: Any) -> None:
@@ -66,7 +66,9 @@ class NeoScheduler(Scheduler):
             else None
         )
         self.deferral = (
-            Deferral(self, attention, self.token_manager) if isinstance(attention, DeferredAttention) else None
+            Deferral(self, attention, self.token_manager, self.placement.rank)
+            if isinstance(attention, DeferredAttention)
+            else None
         )
         self.pipelining = (
             Pipelining(self, attention, self.token_manager) if isinstance(attention, PipelinedAttention) else None
@@ -129,6 +131,7 @@ class NeoScheduler(Scheduler):
             batch = None
             if self.placement.device_takes_prompts():
                 self.placement.before_chunk(running_batch)
+                self.placement.before_admission(running_batch)
                 batch, running_batch = super()._get_new_batch_prefill_raw(
                     prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
                 )
@@ -176,7 +179,13 @@ class NeoScheduler(Scheduler):
         return super().update_running_batch(batch)
 
     def init_req_max_new_tokens(self, req: Any) -> None:
-        if not self.token_manager.has_host:
+        if not self.token_manager.has_host or keeps_device_kv(req):
+            if self.token_manager.has_host and len(req.origin_input_ids) >= self.max_total_num_tokens:
+                # It would wait for ever: prompts may be longer than that only where the host takes them.
+                req.set_finish_with_abort(
+                    f"A streaming session's {len(req.origin_input_ids)} tokens do not fit the GPU's KV pool of "
+                    f"{self.max_total_num_tokens} tokens, where they have to stay"
+                )
             return super().init_req_max_new_tokens(req)
         # SGLang clips to what the device pool can hold; here a request may go on in host memory.
         device, self.max_total_num_tokens = self.max_total_num_tokens, self.max_req_len + 1
@@ -209,7 +218,7 @@ class NeoScheduler(Scheduler):
             report_host_rows(batch, result)
         if self.recovery is None:
             return super().process_batch_result(batch, result)
-        with self.recovery.publishing(result):
+        with self.recovery.publishing(result), self.neo_metrics.timing_tokens(batch):
             super().process_batch_result(batch, result)
         if self.deferral is not None:
             self.deferral.processed(result)
@@ -235,7 +244,7 @@ class NeoScheduler(Scheduler):
 
     def neo_state(self) -> dict[str, Any]:
         """The ``neo`` block of ``/server_info``: what runs here, as plain JSON values."""
-        manager = self.token_manager
+        manager, cpu = self.token_manager, self.neo_metrics.cpu_times()
         return {
             "version": __version__,
             "sglang_version": seams.sglang_version(),
@@ -274,7 +283,8 @@ class NeoScheduler(Scheduler):
             if self.pipelining is not None
             else None,
             "steps_behind_total": self.deferral.counters.behind if self.deferral is not None else 0,
-            "cpu_seconds": dataclasses.asdict(self.neo_metrics.cpu_times()),
+            "cpu_seconds": {"busy": cpu.busy, "wait": cpu.wait},
+            "awaited": {"handoffs": cpu.awaited_handoffs, "seconds": cpu.awaited},
         }
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:

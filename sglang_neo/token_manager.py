@@ -118,6 +118,11 @@ def host_row(req: Any) -> HostRow | None:
     return row
 
 
+def keeps_device_kv(req: Any) -> bool:
+    """Whether the request's device KV belongs to others too: a streaming session keeps it between turns."""
+    return req.session is not None and bool(req.session.streaming)
+
+
 class NeoTokenManager:
     """What sglang_neo adds to an SGLang slot allocator, which owns the device's free list.
 

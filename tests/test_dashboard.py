@@ -16,8 +16,11 @@ def test_the_dashboard_and_the_metrics_agree() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     shown = set(re.findall(r"sglang:(neo_\w+)", " ".join(expressions)))
+    shown = {re.sub("_bucket$", "", name) for name in shown}
     source = (REPO_ROOT / "sglang_neo" / "metrics.py").read_text()
-    assert metrics.__file__ is not None and shown == set(re.findall(r'(?:counter|gauge)\("(neo_\w+)"', source))
+    assert metrics.__file__ is not None and shown == set(
+        re.findall(r'(?i:counter|gauge|histogram)\(\s*"(?:sglang:)?(neo_\w+)"', source)
+    )
 
 
 def test_sglangs_own_metrics_in_it_exist() -> None:

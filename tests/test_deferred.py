@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from sglang_neo.hybrid import deferred
 from sglang_neo.hybrid.deferred import DeferredAttention, DeferredEmission
 from sglang_neo.hybrid.host_attention import StepRefused
 from sglang_neo.hybrid.parking import TorchParking
+from sglang_neo.hybrid.streams import CpuFlagStream
 from sglang_neo.planning.placement import Rules
 from tests.harness.exact import assert_exact, first_difference
 from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request
@@ -215,6 +218,31 @@ def test_sampling_belongs_to_the_rows_that_leave(tiny: Tiny) -> None:
     for name, result in expected.items():
         assert got[name].finish == result.finish
         torch.testing.assert_close(torch.tensor(got[name].logprobs), torch.tensor(result.logprobs), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_waits_for_the_cpu_are_counted(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """At most what the device really waited for, which the CPU device knows; and no less when workers stand still."""
+    waited = [0, 0.0]
+    take = CpuFlagStream.take_flag
+
+    def timed(stream: CpuFlagStream, address: int) -> None:
+        late = ctypes.c_uint32.from_address(address).value == 0
+        begin = time.perf_counter()
+        take(stream, address)
+        if late:
+            waited[0], waited[1] = waited[0] + 1, waited[1] + time.perf_counter() - begin
+
+    stall = Stall(after=8, seconds=0.5)
+    options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_deferred_slots": 2}
+    with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=not overlap, **options) as scheduler:
+        before = scheduler.scheduler.neo_state()["awaited"]
+        monkeypatch.setattr(CpuFlagStream, "take_flag", timed)
+        scheduler.run(crowd(seed=1), stall)
+        after = scheduler.scheduler.neo_state()["awaited"]
+    assert stall.stalls == 1 and waited[0] >= 1 and waited[1] > 0.01
+    handoffs, seconds = (after[name] - before[name] for name in ("handoffs", "seconds"))
+    assert waited[0] <= handoffs and waited[1] < seconds + 0.05, (waited, handoffs, seconds)
 
 
 # -- the CPU side fails -----------------------------------------------------------------------------------------------

@@ -34,6 +34,11 @@ struct Run {
   // Whoever sets it raises done, a worker or the watchdog: raised twice, it would let the device run ahead by a step.
   std::atomic<bool> raised{false};
   std::atomic<bool> answered{false};
+  // Deferred order, once the next step is there: the last flag that the device raises before it takes this answer, and
+  // when that was seen to have come; not before that step was submitted.
+  std::atomic<const uint32_t*> before{nullptr};
+  int64_t linked_ns = 0;
+  std::atomic<int64_t> awaited_since_ns{0};
 };
 
 // A submitted step. Owned by the queue; a worker's last touch is to count a hand-off in `answered`.
@@ -69,7 +74,8 @@ struct HandoffService::State {
   std::vector<std::pair<uint64_t, uint64_t>> poisoned_epochs;  // inclusive ranges, one per fault
   std::condition_variable epoch_cv;
   bool closed = false;
-  int64_t began_ns = 0;  // when `steps` last became non-empty
+  int64_t looked_ns = 0;  // when a worker last looked whether the device waits
+  int64_t began_ns = 0;   // when `steps` last became non-empty
   int64_t submitted_steps = 0, complete_steps = 0, poisoned_steps = 0, device_wait_ns = 0;
   // Flags of a poisoned step and those behind it, in the order in which the device goes through them.
   bool haunting = false;
@@ -86,7 +92,7 @@ struct HandoffService::State {
   std::atomic<int> in_flight{0};      // taken, and a worker may still touch the step
   std::atomic<int> unanswered{0};     // taken, and done not raised yet; never above the truth
   std::atomic<uint64_t> progress{0};  // changes whenever something moves; the watchdog looks for it
-  std::atomic<int64_t> handoffs{0}, answer_ns{0}, max_answer_ns{0}, last_answer_ns{0};
+  std::atomic<int64_t> handoffs{0}, answer_ns{0}, max_answer_ns{0}, last_answer_ns{0}, awaited{0}, awaited_ns{0};
 
   std::atomic<bool> tracing{false};
   std::mutex trace_mutex;
@@ -235,9 +241,45 @@ struct HandoffService::State {
       pool->keep_polling(false);
       return false;
     }
+    note_wait();
     bool any = false;
     for (int i = 0; i < kTakenPerPoll && take_next(&any); ++i) continue;
     return any;
+  }
+
+  // Deferred order: notes the moment from which the device may be waiting. It takes answers in their order, so it can
+  // wait for the first that is not there.
+  void note_wait() {
+    Pending& step = *steps.front();
+    for (int i = std::max(0, step.taken - step.descriptor.overlap); i < step.size(); ++i) {
+      Run& run = step.runs[i];
+      if (run.answered.load(std::memory_order_acquire)) continue;
+      const uint32_t* before = run.before.load(std::memory_order_relaxed);
+      if (before && load_flag(before) != 0) see_wait(&run);
+      break;
+    }
+    looked_ns = now_ns();
+  }
+
+  // It came after the last look, or that would have seen it.
+  void see_wait(Run* run) {
+    int64_t never = 0;
+    run->awaited_since_ns.compare_exchange_strong(never, std::max(run->linked_ns, looked_ns),
+                                                  std::memory_order_relaxed);
+  }
+
+  // The step before the last one is answered in the last one.
+  void link_answers() {
+    if (steps.size() < 2) return;
+    Pending& step = **(steps.end() - 2);
+    const Pending& next = *steps.back();
+    if (!step.descriptor.deferred || !next.descriptor.deferred || step.size() != next.size()) return;
+    int64_t now = now_ns();
+    for (int i = 0; i < step.size(); ++i) {
+      const HandoffJob& before = i > 0 ? next.descriptor.jobs[i - 1] : step.descriptor.jobs.back();
+      step.runs[i].linked_ns = now;
+      step.runs[i].before.store(before.ready, std::memory_order_release);
+    }
   }
 
   // Takes the next hand-off if its flag is up and it may begin; false if not. *work: a job went to the pool.
@@ -272,6 +314,11 @@ struct HandoffService::State {
     }
     ++step.taken;
     progress.fetch_add(1, std::memory_order_relaxed);
+    // Its flag is down again, so whoever is awaited behind it could not be told by that.
+    if (cursor > 0 && index + 1 < steps[cursor - 1]->size()) {
+      Run& behind = steps[cursor - 1]->runs[index + 1];
+      if (behind.before.load(std::memory_order_relaxed) == job.ready) see_wait(&behind);
+    }
     if (job.header) {
       uint32_t number = __atomic_load_n(job.header, __ATOMIC_RELAXED);
       if (number != step.descriptor.number) {
@@ -331,6 +378,7 @@ struct HandoffService::State {
         state->trace.push_back({step->descriptor.epoch, run->sequence, job.layer, job.lane, run->seen_ns, now});
       }
     }
+    if (result == JobResult::kDone) state->count_wait(*run, now);
     state->unanswered.fetch_sub(1, std::memory_order_relaxed);  // before done: see lag()
     if (!run->raised.exchange(true, std::memory_order_acq_rel)) store_flag(job.done, 1);
     if (result == JobResult::kDone) {
@@ -346,6 +394,17 @@ struct HandoffService::State {
     run->answered.store(true, std::memory_order_release);
     step->answered.fetch_add(1, std::memory_order_acq_rel);    // `step` may be gone from here on
     state->in_flight.fetch_sub(1, std::memory_order_acq_rel);  // and `state` from here on
+  }
+
+  void count_wait(const Run& run, int64_t now) {
+    int64_t since = run.awaited_since_ns.load(std::memory_order_relaxed);
+    if (since == 0) {
+      const uint32_t* before = run.before.load(std::memory_order_acquire);
+      if (!before || load_flag(before) == 0) return;
+      since = std::max(run.linked_ns, last_answer_ns.load(std::memory_order_relaxed));
+    }
+    awaited.fetch_add(1, std::memory_order_relaxed);
+    awaited_ns.fetch_add(std::max<int64_t>(0, now - since), std::memory_order_relaxed);
   }
 
   int lag() {
@@ -510,6 +569,7 @@ void HandoffService::submit(StepDescriptor step) {
     state->progress.fetch_add(1, std::memory_order_relaxed);
   }
   state->steps.push_back(std::move(pending));
+  state->link_answers();
   state->pool->keep_polling(true);
 }
 
@@ -575,6 +635,8 @@ HandoffStatus HandoffService::status() {
   out.answer_ns = state_->answer_ns.load(std::memory_order_relaxed);
   out.max_answer_ns = state_->max_answer_ns.load(std::memory_order_relaxed);
   out.device_wait_ns = state_->device_wait_ns;
+  out.awaited = state_->awaited.load(std::memory_order_relaxed);
+  out.awaited_ns = state_->awaited_ns.load(std::memory_order_relaxed);
   return out;
 }
 

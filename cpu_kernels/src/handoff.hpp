@@ -49,6 +49,9 @@ struct StepDescriptor {
   // How many hand-offs of this step may be in the workers' hands at once: hand-off i begins only when i - overlap has
   // ended, so jobs i and i + overlap may share a workspace. 1: one after the other.
   int overlap = 2;
+  // Deferred order: the device takes this step's answers in its next deferred step, before it gives the same hand-offs
+  // there. Only for counting what it may have waited for.
+  bool deferred = false;
   std::vector<HandoffJob> jobs;
 };
 
@@ -84,6 +87,11 @@ struct HandoffStatus {
   int64_t answer_ns = 0;  // from ready seen to done written, summed over these, and the longest
   int64_t max_answer_ns = 0;
   int64_t device_wait_ns = 0;  // workers had nothing in hand and the next flag was not raised, while steps ran
+  // Deferred order: answers that came when the device had given the hand-off before the one in which it takes them. So
+  // it was at that layer, and waited for the answer or was about to; since when is known as well as a worker without
+  // other work has looked. So both are the most that it can have waited.
+  int64_t awaited = 0;
+  int64_t awaited_ns = 0;
 };
 
 // One hand-off, kept while a trace is taken.

@@ -186,7 +186,8 @@ class DeferredAttention(HostAttention):
         kept = (self.outbox, self.inbox, self.flags)
         try:
             # Jobs of different cohorts have workspaces of their own.
-            self.service.submit(Step(epoch, number, self._handoffs.with_jobs(of_layers), overlap=2, keepalive=kept))
+            handoffs = self._handoffs.with_jobs(of_layers)
+            self.service.submit(Step(epoch, number, handoffs, overlap=2, keepalive=kept, deferred=True))
         except RuntimeError as refused:
             raise StepRefused(str(refused)) from refused
         self._epoch = self._taken = self._answering = epoch

@@ -43,10 +43,12 @@ class StepRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Seconds that the workers have spent since the start."""
+    """Seconds since the start."""
 
-    busy: float
+    busy: float  # of all workers together
     wait: float  # while steps ran and no hand-off was there
+    awaited: float = 0.0  # that deferred steps may have waited for answers, at most
+    awaited_handoffs: int = 0  # which so many answers were (``cpu_kernels.workers.HandoffStatus``)
 
 
 class Boxes:
@@ -147,7 +149,7 @@ class HostAttention(Boxes):
     def cpu_times(self) -> CpuTimes:
         status = self.service.status()
         busy = sum(counters.busy_ns for counters in self.workers.counters())
-        return CpuTimes(busy=busy / 1e9, wait=status.device_wait_ns / 1e9)
+        return CpuTimes(busy / 1e9, status.device_wait_ns / 1e9, status.awaited_ns / 1e9, status.awaited)
 
     def close(self) -> None:
         """Ends the workers; harmless to repeat."""

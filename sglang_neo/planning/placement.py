@@ -1,8 +1,12 @@
 """Which running requests keep their KV on the device and which in host memory.
 
 Newest first out, oldest first back, as NEO does (arXiv 2411.01142, section 4): the requests that have waited least go
-where decoding may be slower. Both ways never happen in one step, and a request comes back only to stay: there must be
-room for everybody on the device to grow, and nobody must have left it a moment ago.
+where decoding may be slower. A request comes back only to stay: there must be room for everybody on the device to grow,
+and nobody must have left it a moment ago.
+
+Before age comes *rank*, the request's priority: the lowest leave first, the highest come back first, and only for a
+request of higher rank does one leave in the step in which another comes back. In deferred mode the seats are given by
+the same order. Where nobody asks for priorities all ranks are 0.
 
 Requests are given as ``Row``s in the order in which they began to run. All sizes are in tokens; a row's size is what it
 occupies, whole pages.
@@ -21,6 +25,7 @@ class Row:
     index: int  # the caller's name for it
     device_tokens: int  # that it occupies, or would occupy, on the device
     host_tokens: int  # the same in host memory
+    rank: int = 0  # the higher, the more it matters
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def pause_after(failures: int, rules: Rules) -> int:
 
 
 def to_host(rows: Sequence[Row], needed: int, host_free: int, *, partly: bool) -> list[int]:
-    """Who leaves the device so that ``needed`` more tokens are free there: the newest that suffice.
+    """Who leaves the device so that ``needed`` more tokens are free there: of the lowest ranks the newest.
 
     Rows that host memory has no room for are passed over.
 
@@ -62,7 +67,7 @@ def to_host(rows: Sequence[Row], needed: int, host_free: int, *, partly: bool) -
         Their indices, in the order in which they leave.
     """
     leaving: list[int] = []
-    for row in reversed(rows):
+    for row in sorted(reversed(rows), key=lambda row: row.rank):
         if needed <= 0:
             break
         if row.host_tokens <= host_free:
@@ -73,7 +78,7 @@ def to_host(rows: Sequence[Row], needed: int, host_free: int, *, partly: bool) -
 
 
 def to_device(rows: Sequence[Row], device_rows: int, device_free: int, device_page: int, rules: Rules) -> list[int]:
-    """Who comes back from host memory: the oldest that fit with room for all device rows to grow.
+    """Who comes back from host memory: of the highest ranks, the oldest that fit with room for all device rows to grow.
 
     Args:
         rows: host rows that can be moved, oldest first. A row that does not fit keeps younger ones waiting too.
@@ -82,11 +87,59 @@ def to_device(rows: Sequence[Row], device_rows: int, device_free: int, device_pa
         device_page: tokens of a device page: a row grows by whole pages.
     """
     returning: list[int] = []
-    growth = -(-rules.return_steps // device_page) * device_page
-    for row in rows[: rules.returns_per_step]:
+    growth = return_growth(device_page, rules)
+    for row in sorted(rows, key=lambda row: -row.rank)[: rules.returns_per_step]:
         device_rows += 1
         device_free -= row.device_tokens
         if device_free < device_rows * growth:
             break
         returning.append(row.index)
     return returning
+
+
+def return_growth(device_page: int, rules: Rules) -> int:
+    """Tokens of room to grow that every device row must have after a return."""
+    return -(-rules.return_steps // device_page) * device_page
+
+
+def to_exchange(
+    host_rows: Sequence[Row],
+    device_rows: Sequence[Row],
+    device_free: int,
+    device_page: int,
+    host_free: int,
+    rules: Rules,
+) -> tuple[int, list[int]] | None:
+    """Who comes back although there is no room for it, and who of lower rank makes room; None if nobody does.
+
+    Args:
+        host_rows, device_rows: those that can be moved, oldest first.
+        device_free: tokens that are free or can be evicted there.
+        host_free: tokens in free host pages.
+    """
+    first = max(host_rows, key=lambda row: row.rank, default=None)  # of several the oldest
+    if first is None:
+        return None
+    lower = [row for row in device_rows if row.rank < first.rank]
+    # With the growth of all that are there now, some of whom will be gone.
+    room = first.device_tokens + (len(device_rows) + 1) * return_growth(device_page, rules)
+    leaving = to_host(lower, room - device_free, host_free, partly=False)
+    return (first.index, leaving) if leaving else None
+
+
+def to_seat(waiting: Sequence[int], seated: Sequence[int], seats: int) -> tuple[list[int], list[int]]:
+    """Who enters the slots of a deferred step.
+
+    Args:
+        waiting: ranks of the host rows without a seat, of those that have waited longest first.
+        seated: of those whose seats are due to be given anew; they go before others of their rank.
+        seats: how many there are.
+
+    Returns:
+        Indices into ``seated`` and into ``waiting``, each ascending.
+    """
+    everybody = [(-rank, False, i) for i, rank in enumerate(seated)] + [
+        (-rank, True, i) for i, rank in enumerate(waiting)
+    ]
+    chosen = sorted(everybody)[:seats]
+    return sorted(i for _, new, i in chosen if not new), sorted(i for _, new, i in chosen if new)

@@ -14,7 +14,7 @@ TOGETHER = (
     r"tests/gpu/",  # a GPU's memory
     # CPU workers of two processes at once would wait for one another's cores.
     r"tests/(test_(host_rows|host_prefixes|host_prefill|recovery|timeline)|hybrid/test_graphs)\.py",
-    r"tests/test_(deferred|pipelined|traffic|scenarios)\.py",  # two such processes are as many as a small machine bears
+    r"tests/test_(deferred|pipelined|priorities|traffic|scenarios)\.py",  # two of them at once are much
     r"tests/server/test_(frontend|http)\.py",  # the server with the real model
     r"tests/server/test_parallel\.py",  # servers with the tiny model
 )

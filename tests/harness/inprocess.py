@@ -55,6 +55,7 @@ class Request:
     abort: int | None = None
     vanishes: bool = False  # ``on_step`` may abort it
     sampling: Mapping[str, Any] = field(default_factory=dict)  # on top of greedy and ignore_eos
+    priority: int | None = None
     input_logprobs: bool = False  # of the prompt, which then finds nothing cached
 
 
@@ -288,6 +289,7 @@ def _tokenized(request: Request) -> Any:
         top_logprobs_num=2,
         token_ids_logprob=None,
         stream=False,
+        priority=request.priority,
     )
 
 

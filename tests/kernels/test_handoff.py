@@ -87,6 +87,34 @@ def test_stress(order: str, pool: WorkerPool, service: HandoffService) -> None:
     assert service.outcome(steps) == "complete" and service.outcome(steps + 1) == "unknown"
 
 
+@pytest.mark.parametrize("slow", [None, 0, 1, 2])
+def test_what_a_deferred_device_waits_for_is_counted(service: HandoffService, slow: int | None) -> None:
+    """It takes the answers of one step in the next one; the one to hand-off ``slow`` comes late."""
+    layers, late = 3, 0.2
+    memory = HandoffMemory(layers, 64, 64)
+    for i in range(layers):
+        device_write(memory.done(i), 1)
+    for number in range(1, 5):
+        handoffs = Handoffs()
+        for i in range(layers):
+            pause = Job.spinning(1, late * 1e6) if (i, number) == (slow, 2) else None
+            handoffs.add(pause, memory.ready(i), memory.done(i), layer=i)
+        service.submit(Step(number, number, handoffs, deferred=True))
+        for i in range(layers):
+            assert device_wait(memory.done(i), 1, LONG)
+            device_write(memory.done(i), 0)
+            device_write(memory.ready(i), 1)
+            end = time.monotonic() + (LONG if slow is None else 0.01)
+            while service.lag() and time.monotonic() < end:
+                time.sleep(0.0005)
+    assert service.wait_epoch(4, LONG)
+    status = service.status()
+    if slow is None:  # the device came to each layer when all was answered
+        assert (status.awaited, status.awaited_ns) == (0, 0)
+    else:
+        assert status.awaited >= 1 and late / 2 < status.awaited_ns / 1e9 < 2 * late + 1
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("kind", "reason", "text"),

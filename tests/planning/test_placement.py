@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_neo.planning.placement import Row, Rules, to_device, to_host
+from sglang_neo.planning.placement import Row, Rules, to_device, to_exchange, to_host, to_seat
 
 RULES = Rules(growth_steps=16, return_steps=64, cooldown_steps=32, returns_per_step=2)
 
@@ -100,3 +100,38 @@ def test_planning_needs_no_torch() -> None:
         timeout=60,
     )
     assert out.stdout.strip() == "[]", out.stderr
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_lowest_ranks_leave_first_and_of_them_the_newest() -> None:
+    rows = [Row(0, 10, 64, rank=-5), Row(1, 10, 64), Row(2, 10, 64, rank=-5), Row(3, 10, 64)]
+    assert to_host(rows, 15, 1000, partly=True) == [2, 0]
+    assert to_host(rows, 35, 1000, partly=True) == [2, 0, 3, 1]
+
+
+def test_the_highest_ranks_come_back_first_and_of_them_the_oldest() -> None:
+    rows = [Row(0, 10, 64, rank=-5), Row(1, 10, 64), Row(2, 10, 64)]
+    assert to_device(rows, 0, 10_000, 1, Rules()) == [1, 2]
+    assert to_device(rows, 0, 10_000, 1, Rules(returns_per_step=5)) == [1, 2, 0]
+
+
+def test_rows_change_places_only_by_rank() -> None:
+    rules = Rules(growth_steps=1, return_steps=1)
+    host = [Row(0, 20, 64, rank=-5), Row(1, 20, 64), Row(2, 20, 64)]
+    best_effort = [Row(3, 30, 64, rank=-5), Row(4, 30, 64, rank=-5)]
+    assert to_exchange(host, best_effort, 5, 1, 1000, rules) == (1, [4])
+    assert to_exchange(host, best_effort, 5, 1, 0, rules) is None, "host memory is full"
+    assert to_exchange(host, [Row(3, 30, 64), Row(4, 30, 64)], 5, 1, 1000, rules) is None, "all alike"
+    assert to_exchange(host[:1], [Row(3, 30, 64)], 5, 1, 1000, rules) is None, "the higher rank is there already"
+    assert to_exchange([Row(1, 100, 64)], best_effort, 5, 1, 1000, rules) is None, "all of them would not do"
+    assert to_exchange([], best_effort, 5, 1, 1000, rules) is None
+
+
+def test_seats_go_by_rank_then_to_those_that_have_them_then_by_waiting() -> None:
+    assert to_seat([0, 0, 0], [0, 0], 4) == ([0, 1], [0, 1])
+    assert to_seat([0, 3], [0, 0], 2) == ([0], [1]), "one gives its seat up"
+    assert to_seat([-5, -5], [0], 2) == ([0], [0])
+    assert to_seat([], [1, 2], 4) == ([0, 1], [])
+    assert to_seat([-5, 0], [], 1) == ([], [1])

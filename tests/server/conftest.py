@@ -40,10 +40,30 @@ def pytest_runtest_makereport(
     return report
 
 
+#: A device pool that has room for no prompt: every request is computed straight into host memory and decoded there.
+_ON_HOST = ("--max-total-tokens", "16", "--neo-host-kv-size", "1", "--neo-check-integrity")
+NEO_MODES = {
+    "pipelined": (*_ON_HOST, "--neo-mode", "pipelined"),
+    "sync": _ON_HOST,
+    "deferred": (*_ON_HOST, "--neo-deferred-slots", "4"),  # thirty layers: a token takes 31 steps
+    "device": (),
+}
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(mode, marks=[] if mode == "pipelined" else pytest.mark.slow) for mode in NEO_MODES],
+)
+def neo_mode(request: pytest.FixtureRequest) -> str:
+    """Where the requests of the suites below are decoded, and how. CI tries one: a single row goes as in mode sync."""
+    mode: str = request.param
+    return mode
+
+
 @pytest.fixture(scope="session")
-def neo_spec(smollm2: Path) -> ServerSpec:
+def neo_spec(smollm2: Path, neo_mode: str) -> ServerSpec:
     """sglang_neo with the real model, in float32: its tokens are then those of plain SGLang exactly."""
-    return ServerSpec(smollm2, ("--dtype", "float32", "--enable-metrics", *extra_flags()))
+    return ServerSpec(smollm2, ("--dtype", "float32", "--enable-metrics", *NEO_MODES[neo_mode], *extra_flags()))
 
 
 @pytest.fixture

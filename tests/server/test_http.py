@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,12 @@ def test_health(neo: Server) -> None:
     assert neo.get("/health").status_code == 200
 
 
-def test_server_info_has_our_block(neo: Server) -> None:
+def test_server_info_has_our_block(neo: Server, neo_mode: str) -> None:
     block = neo.info()["neo"]
     assert block["version"] == __version__
     assert block["sglang_version"] == "0.5.17"
-    assert block["neo_mode"] == "auto"
-    assert block["active_mode"] == "sync"
+    assert block["neo_mode"] == ("pipelined" if neo_mode == "pipelined" else "auto")
+    assert block["active_mode"] == ("sync" if neo_mode == "device" else neo_mode)
     assert block["device"] == "cpu"
     assert block["dp_ranks"] == 1
     assert block["cpu_kernel_isa"]
@@ -127,7 +128,7 @@ def test_chat_stream_equals_plain_answer(client: openai.OpenAI) -> None:
 
 
 def test_concurrent_requests_share_a_prefix(neo: Server) -> None:
-    prefix = "The following facts are about cities in Europe. " * 6
+    prefix = "The following facts are about cities in Europe. " * 12  # pages of host memory have 64 tokens
     prompts = [prefix + "Berlin is the capital of", prefix + "Madrid is the capital of"]
     neo.post("/flush_cache", {})
     alone = []
@@ -203,6 +204,77 @@ def metric(server: Server, name: str) -> float:
     return sum(map(float, values))
 
 
+# -- what a request can ask for ----------------------------------------------------------------------------------------
+
+
+def test_stop_strings(neo: Server) -> None:
+    whole = neo.generate(text=CAPITAL, max_new_tokens=12, ignore_eos=True)["text"]
+    stop = whole.split()[2][:4]
+    cut = neo.generate(text=CAPITAL, max_new_tokens=12, ignore_eos=True, stop=[stop])
+    assert cut["text"] == whole[: whole.index(stop)]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+def test_several_answers_to_one_request(neo: Server) -> None:
+    body: dict[str, Any] = dict(text=CAPITAL, max_new_tokens=6, ignore_eos=True)
+    alone = neo.generate(**body)["output_ids"]
+    assert [answer["output_ids"] for answer in neo.generate(**body, n=3)] == [alone] * 3
+
+
+def test_logprobs_and_penalties(neo: Server) -> None:
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "ignore_eos": True}
+    answer = neo.generate(text=CAPITAL, max_new_tokens=8, **asked)
+    meta = answer["meta_info"]
+    assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
+    for (chosen, token, _), best in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
+        assert (token, chosen) == (best[0][1], best[0][0]) and best[0][0] >= best[1][0], "greedy takes the best"
+    once = neo.generate(text="one one one one one", max_new_tokens=8, ignore_eos=True, frequency_penalty=2.0)
+    free = neo.generate(text="one one one one one", max_new_tokens=8, ignore_eos=True)
+    assert len(set(once["output_ids"])) > len(set(free["output_ids"]))
+
+
+def test_a_grammar_in_ebnf(neo: Server) -> None:
+    answer = neo.generate(text=CAPITAL, max_new_tokens=8, ebnf='root ::= "Rome" | "Oslo, of all cities"')
+    assert answer["text"] in ("Rome", "Oslo, of all cities")
+
+
+def test_a_session_of_two_turns(neo: Server) -> None:
+    session = neo.post("/open_session", {"capacity_of_str_len": 1000}).json()
+    first = neo.generate(text=CAPITAL, max_new_tokens=4, ignore_eos=True, session_params={"id": session, "rid": None})
+    turn = {"id": session, "rid": first["meta_info"]["id"]}
+    second = neo.generate(text=" In Italy it is", max_new_tokens=4, ignore_eos=True, session_params=turn)
+    assert neo.post("/close_session", {"session_id": session}).status_code == 200
+    together = CAPITAL + first["text"] + " In Italy it is"
+    assert second["text"] == neo.generate(text=together, max_new_tokens=4, ignore_eos=True)["text"]
+
+
+@pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.slow)])
+def test_pause_and_continue(neo: Server, mode: str) -> None:
+    alone = neo.generate(text=CAPITAL, max_new_tokens=12, ignore_eos=True)["output_ids"]
+    seen: list[list[int]] = []
+
+    def ask() -> None:
+        body = generate_body(text=CAPITAL, max_new_tokens=12, ignore_eos=True, stream=True)
+        with requests.post(f"{neo.url}/generate", json=body, stream=True, timeout=120) as answer:
+            seen.extend(event["output_ids"] for event in stream_events(answer))
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(ask)
+        wait_until(lambda: len(seen) >= 2, 60, "two tokens")
+        assert neo.post("/pause_generation", {"mode": mode}).status_code == 200
+        time.sleep(0.5)
+        paused = len(seen)
+        time.sleep(0.5)
+        assert len(seen) == paused and not running.done()
+        assert neo.post("/continue_generation", {}).status_code == 200
+        running.result(120)
+    assert seen[-1] == alone
+
+
+# -- against plain SGLang ----------------------------------------------------------------------------------------------
+
+
 def test_load_generator_of_sglang(neo: Server, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("datasets") is None:
         pytest.skip("sglang.benchmark.serving imports the package `datasets`, which is not installed")
@@ -244,6 +316,17 @@ def test_tokens_equal_a_plain_server(servers: ServerPool, neo: Server) -> None:
     with servers.own(plain) as reference:
         assert "neo" not in reference.info()
         assert greedy_tokens(reference, PROMPTS) == greedy_tokens(neo, PROMPTS)
+
+
+def test_where_they_were_decoded(neo: Server, neo_mode: str) -> None:
+    """That the tests above were about what they seem to be."""
+    block = neo.info()["neo"]
+    if neo_mode == "device":
+        assert block["host_tokens_total"] == 0
+        return
+    steps = dict(block["steps_total"])
+    gpu_only = steps.pop("gpu_only")  # of SGLang's own requests for its health
+    assert steps[block["active_mode"]] > 100 > gpu_only and block["host_tokens_total"] > 100, block
 
 
 def test_sigterm_lets_requests_finish(servers: ServerPool, neo_spec: ServerSpec) -> None:

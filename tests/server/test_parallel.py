@@ -45,9 +45,26 @@ def dp_spec(tiny_spec: ServerSpec) -> ServerSpec:
     return tiny_spec.with_flags("--dp-size", "2", *CROWDED)
 
 
+#: In deferred mode ranks also agree on whether the CPU is behind.
+TP_MODES = {
+    "deferred": ("--neo-deferred-slots", "4"),
+    "sync": (),
+    "pipelined": ("--neo-mode", "pipelined"),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(mode, marks=[] if mode == "deferred" else pytest.mark.slow) for mode in TP_MODES],
+)
+def tp_mode(request: pytest.FixtureRequest) -> str:
+    mode: str = request.param
+    return mode
+
+
 @pytest.fixture(scope="module")
-def tp_spec(tiny_spec: ServerSpec) -> ServerSpec:
-    return tiny_spec.with_flags("--tp-size", "2", *CROWDED)
+def tp_spec(tiny_spec: ServerSpec, tp_mode: str) -> ServerSpec:
+    return tiny_spec.with_flags("--tp-size", "2", *CROWDED, *TP_MODES[tp_mode])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +109,8 @@ def answer_crowd(server: Server, workers: int, **request: object) -> list[list[i
 
 def check_used_the_host(server: Server) -> None:
     neo = server.info()["neo"]
-    assert neo["host_tokens_total"] > CROWD * CROWD_TOKENS / 4, neo
+    steps = {mode: count for mode, count in neo["steps_total"].items() if mode != "gpu_only"}
+    assert neo["host_tokens_total"] > CROWD * CROWD_TOKENS / 10 and steps[neo["active_mode"]] > 50, neo
     assert neo["host_prefill"]["computed_tokens"] > 300, neo
     assert neo["host_running_reqs"] == 0, "a request that has ended still has host memory"
     host, cached = neo["host_kv"], neo["host_cache"]["evictable_tokens"]
@@ -141,6 +159,12 @@ def test_metrics_of_host_rows(servers: ServerPool, dp_spec: ServerSpec, long_alo
     assert value("neo_migrations_total", direction="to_host") == neo["migrations"]["to_host"]
     assert 0 < value("neo_host_prompt_tokens_total") <= neo["host_prefill"]["computed_tokens"]
     assert value("neo_cpu_busy_seconds_total") > 0
+    # A token that a step computes for a request that has just ended is none.
+    timed = value("neo_inter_token_latency_seconds_count", kind="host")
+    assert 0.9 * neo["host_tokens_total"] < timed <= neo["host_tokens_total"]
+    assert value("neo_inter_token_latency_seconds_count", kind="device") > 0
+    assert value("neo_awaited_handoffs_total") == neo["awaited"]["handoffs"] == 0, "there are no deferred steps"
+    value("neo_awaited_seconds_total")
     assert value("neo_host_kv_total_tokens") == neo["host_kv"]["total_tokens"]
     value("neo_host_kv_used_tokens")
     cache = neo["host_cache"]
@@ -164,12 +188,14 @@ def test_lost_data_parallel_rank_ends_the_server(servers: ServerPool, dp_spec: S
         check_told_in_one_line(server.log(), ["ended unexpectedly"])
 
 
-def test_tensor_parallel_equals_one_rank(servers: ServerPool, tp_spec: ServerSpec, reference: list[list[int]]) -> None:
+def test_tensor_parallel_equals_one_rank(
+    servers: ServerPool, tp_spec: ServerSpec, tp_mode: str, reference: list[list[int]]
+) -> None:
     server = servers.shared(tp_spec)
     assert len(server.children("sglang::scheduler")) == 2
     assert greedy(server) == reference
     block = server.info()["neo"]
-    assert block["dp_ranks"] == 1
+    assert block["dp_ranks"] == 1 and block["active_mode"] == tp_mode
     assert all(name.startswith("sglang_neo.") for name in block["classes"].values())
 
 
