@@ -7,7 +7,7 @@
 # Throughput in the fast modes, where host rows are many and prompts should reach host memory soon:
 #   BACKLOG=400 CONCURRENCY=190 RATES= VARIANTS="plain;neo:pipelined=--neo-host-prefill-rate 1000 --max-running-requests 36;neo:deferred=--neo-\
 #   deferred-slots 8 --neo-host-prefill-rate 1000 --max-running-requests 190" bench/h200.sh 70b-20
-# "neo:symmetric=--neo-mode symmetric" has everything on the host, as FastDecode has; pipelined needs its --neo-mode too.
+# "neo:symmetric" has everything on the host, as FastDecode has.
 # "-- --together" keeps all servers up, which saves starts; no two of ours at once, for they would share the cores.
 set -uo pipefail
 cd "$(dirname "$0")/.."

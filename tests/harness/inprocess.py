@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import socket
 import types
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -116,6 +117,13 @@ class _ProcessState:
                 Path(value.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
+def free_port() -> int:
+    """A TCP port of this machine that nobody has at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 _imports_set_apart = False
 
 
@@ -128,13 +136,21 @@ def _collect_garbage() -> None:
 
 
 class InProcessScheduler:
-    """A real scheduler with its event loop. Use as a context manager: there can be one at a time in a process."""
+    """A real scheduler with its event loop. Use as a context manager: there can be one at a time in a process.
 
-    def __init__(self, kind: Kind, model: Path, **arguments: Any):
-        self.kind = kind
+    Args:
+        rank: of the tensor-parallel ranks, each in a process of its own. All are given the same requests.
+        port: at which they meet.
+        arguments: of the server, on top of DEFAULT_ARGS.
+    """
+
+    def __init__(self, kind: Kind, model: Path, rank: int = 0, port: int | None = None, **arguments: Any):
+        self.kind, self._rank = kind, rank
         self.args = server_args(kind, model, **arguments)
         self.steps = 0  # turns of the event loop in the last run
         self._state = _ProcessState(self.args)
+        if port is not None:
+            self._state.ports.nccl_port = port
         try:
             self.scheduler = self._build()
         except BaseException:
@@ -148,16 +164,17 @@ class InProcessScheduler:
         from sglang_neo.scheduler import NeoScheduler
 
         scheduler_class = NeoScheduler if self.kind == "neo" else Scheduler
-        scheduler = scheduler_class(self.args, self._state.ports, 0, 0, 0, 0, 0, 0, None)
+        scheduler = scheduler_class(self.args, self._state.ports, self._rank, self._rank, 0, 0, 0, 0, None)
         if self.kind == "neo":
             seams.check_running(scheduler)
-        # Nobody reads what a scheduler sends; without a socket its senders do nothing.
-        self._sockets = [
+        # Nobody reads what a scheduler sends; without a socket its senders do nothing. Only rank 0 has sockets.
+        sockets = [
             scheduler.ipc_channels.recv_from_tokenizer,
             scheduler.ipc_channels.recv_from_rpc,
             scheduler.ipc_channels.send_to_tokenizer.socket,
             scheduler.ipc_channels.send_to_detokenizer.socket,
         ]
+        self._sockets = [each for each in sockets if each is not None]
         # Nor does anybody wake one that sleeps: on the CPU device an idle scheduler waits a second for its sockets.
         scheduler.idle_sleeper = None
         scheduler.ipc_channels.send_to_tokenizer.socket = None
@@ -173,10 +190,10 @@ class InProcessScheduler:
     def close(self) -> None:
         if self.scheduler is None:
             return
-        context = self._sockets[0].context
-        for socket in self._sockets:
-            socket.close(linger=0)
-        context.term()
+        for each in self._sockets:
+            each.close(linger=0)
+        for each in self._sockets[:1]:
+            each.context.term()
         if self.scheduler.load_snapshot_writer is not None:
             self.scheduler.load_snapshot_writer.close()
         if self.kind == "neo":
