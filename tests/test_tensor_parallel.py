@@ -6,6 +6,7 @@ The ranks are children of the test's own process, which has imported SGLang; wha
 from __future__ import annotations
 
 import multiprocessing
+import random
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from sglang_neo.planning.lanes import LaneLimits
 from sglang_neo.planning.pace import Pace
 from tests.harness.exact import assert_exact
 from tests.harness.inprocess import InProcessScheduler, Request, free_port
-from tests.harness.traffic import RandomMoves, tokens
+from tests.harness.traffic import RandomMoves, random_prompt, tokens
 from tests.test_prefill_lane import arrivals
 
 Tiny = Callable[..., Path]
@@ -52,9 +53,10 @@ def serve(rank: int, port: int, model: Path, options: dict[str, Any], requests: 
         raise
 
 
-@pytest.mark.parametrize("options", [{"neo_mode": "pipelined"}, pytest.param({}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{"neo_mode": "pipelined"}, {"neo_mode": "sync"}], ids=["pipelined", "sync"])
 def test_two_ranks(tiny: Tiny, alone: Any, options: dict[str, Any]) -> None:
-    requests = arrivals(seed=6)
+    """Prompts to both pools, one of them larger than the device's."""
+    requests = [*arrivals(seed=6), Request("long", random_prompt(random.Random(7), 700), 10, arrive=10)]
     expected = alone("llama", requests)
     context = multiprocessing.get_context("fork")
     found: Any = context.Queue()
@@ -77,7 +79,8 @@ def test_two_ranks(tiny: Tiny, alone: Any, options: dict[str, Any]) -> None:
     states = [state for _, _, state in answers]
     same = ("steps_total", "migrations", "lanes", "host_tokens_total", "host_prefill")
     assert all(states[0][name] == states[1][name] for name in same), states
-    if options:
+    assert states[0]["host_prefill"]["computed_tokens"] > 1000
+    if options["neo_mode"] == "pipelined":
         steps, lanes = states[0]["steps_total"], states[0]["lanes"]
         assert steps["pipelined"] > 10 and steps["pipelined_prefill"] > 5, steps
         assert lanes["limit_tokens"] == 400 and lanes["waited_total"] > 5, lanes

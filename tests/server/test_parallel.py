@@ -199,6 +199,7 @@ def test_tensor_parallel_equals_one_rank(
     assert all(name.startswith("sglang_neo.") for name in block["classes"].values())
 
 
+@pytest.mark.slow  # without a server: test_tensor_parallel.py
 def test_tensor_parallel_ranks_move_the_same_requests(
     servers: ServerPool, tp_spec: ServerSpec, crowd_alone: list[list[int]]
 ) -> None:
@@ -207,6 +208,7 @@ def test_tensor_parallel_ranks_move_the_same_requests(
     check_used_the_host(server)
 
 
+@pytest.mark.slow  # without a server: test_tensor_parallel.py
 def test_tensor_parallel_ranks_take_a_prompt_larger_than_the_device_pool(
     servers: ServerPool, tp_spec: ServerSpec, long_alone: list[int]
 ) -> None:
