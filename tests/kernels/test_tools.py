@@ -194,6 +194,9 @@ def test_the_default_covers_what_it_should() -> None:
         (["--budget", "0"], "budget must be positive"),
         (["--json", "/nonexistent/folder/x.json"], "the folder does not exist"),
         (["--lengths", "/nonexistent.json"], "No such file"),
+        (["--tuning", "speed=9"], "unknown field of Tuning 'speed'"),
+        (["--tuning", "prefetch_tiles=x"], "--tuning prefetch_tiles=x: not a number"),
+        (["--tuning", "prefetch_hint=t9"], "prefetch_hint must be one of"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
