@@ -43,7 +43,7 @@ BUILD := $(VENV)/.build
 KERNEL_SOURCES := $(wildcard cpu_kernels/*.pyx cpu_kernels/*.pxd cpu_kernels/src/*.?pp cpu_kernels/src/*/*.?pp)
 CXX_SOURCES := $(wildcard cpu_kernels/src/*.cpp cpu_kernels/src/*.hpp cpu_kernels/src/*/*.cpp cpu_kernels/src/*/*.hpp)
 
-.PHONY: help device setup serve test test-all bench sanitize lint format clean distclean
+.PHONY: help device setup serve test test-all bench sanitize neon lint format clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -110,6 +110,10 @@ bench: setup  ## CPU kernels, then plain SGLang against ours, into bench/results
 
 sanitize:  ## C++ tests under ASan, UBSan and TSan (SANITIZERS="asan tsan")
 	@bash cpu_kernels/sanitize.sh $(SANITIZERS)
+
+neon:  ## NEON kernels with a cross compiler (Debian: g++-aarch64-linux-gnu), tested in an emulator (qemu-user)
+	@CXX=aarch64-linux-gnu-g++ LDFLAGS=-static RUN=qemu-aarch64 ISAS=neon TESTS='test_kernels test_plan' \
+	  bash cpu_kernels/sanitize.sh plain
 
 lint: $(BUILD)  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .

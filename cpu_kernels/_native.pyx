@@ -63,6 +63,7 @@ cdef extern from "kernels.hpp" namespace "cpu_kernels" nogil:
         int min_thread_tokens
         int splits_per_thread
         int prefix_min_rows
+        int prefix_piece_kib
         int dot_min_queries
         int tile_min_queries
         int accurate_int8
@@ -351,6 +352,7 @@ cdef class PlanHandle:
         given.tuning.min_thread_tokens = tuning["min_thread_tokens"]
         given.tuning.splits_per_thread = tuning["splits_per_thread"]
         given.tuning.prefix_min_rows = tuning["prefix_min_rows"]
+        given.tuning.prefix_piece_kib = tuning["prefix_piece_kib"]
         given.tuning.dot_min_queries = tuning["dot_min_queries"]
         given.tuning.tile_min_queries = tuning["tile_min_queries"]
         given.tuning.accurate_int8 = tuning["accurate_int8"]

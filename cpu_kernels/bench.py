@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,7 @@ class Options:
     shape: Shape
     repetitions: int
     budget: float  # seconds
+    tuning: dict[str, Any] = field(default_factory=dict)  # fields of Tuning instead of those calibrated
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,8 @@ class Session:
         tables = random_tables(case, pages)
         q = _queries(case, data)
         out = np.full_like(q, np.nan) if q.dtype != np.uint16 else np.full_like(q, 0xFFFF)
-        tuning = replace(tuning_files.load(entry.isa) or Tuning(), accurate_int8=DTYPES[entry.dtype][1])
+        tuning = replace(tuning_files.load(entry.isa) or Tuning(), **self.options.tuning)
+        tuning = replace(tuning, accurate_int8=DTYPES[entry.dtype][1])
         plan = Plan(
             pool,
             np.asarray(case.lengths, np.int32),
@@ -514,6 +516,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Options]:
     parser.add_argument("--lengths", metavar="FILE", help="row lengths for the case ragged: JSON list or CSV")
     parser.add_argument("--repetitions", type=int, default=11, metavar="N", help="at most; default: %(default)s")
     parser.add_argument("--budget", type=float, default=42, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument("--tuning", nargs="+", default=[], metavar="NAME=VALUE", help="fields of Tuning to try")
     parser.add_argument("--no-compare", action="store_true", help="leave PyTorch and llama.cpp out")
     args = parser.parse_args(argv)
     if args.dtypes is not None:
@@ -540,7 +543,23 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Options]:
         plot.require()
     lengths = read_lengths(args.lengths) if args.lengths else None
     entries = tuple(_entries(args, lengths))
-    return args, Options(entries, Shape.parse(args.shape), args.repetitions, args.budget)
+    return args, Options(entries, Shape.parse(args.shape), args.repetitions, args.budget, _tuning(args.tuning))
+
+
+def _tuning(given: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE as fields of Tuning; ValueError if they are none."""
+    known = {f.name for f in fields(Tuning)} - {"accurate_int8"}  # that one goes by the element type
+    found: dict[str, Any] = {}
+    for item in given:
+        name, _, value = item.partition("=")
+        if name not in known:
+            raise ValueError(f"unknown field of Tuning {name!r}; known: {', '.join(sorted(known))}")
+        try:
+            found[name] = value if name == "prefetch_hint" else int(value)
+        except ValueError:
+            raise ValueError(f"--tuning {item}: not a number") from None
+    replace(Tuning(), **found)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

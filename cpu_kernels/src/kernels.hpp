@@ -22,6 +22,7 @@ struct Tuning {
   int min_thread_tokens = 1024;  // tokens x KV heads below which one more thread does not pay
   int splits_per_thread = 2;     // (row, head) runs longer than what is left / (threads * this) are split
   int prefix_min_rows = 2;       // shared prefixes of fewer rows are read per row
+  int prefix_piece_kib = 512;    // keys and values that several passes over a shared prefix read before they go on
   int dot_min_queries = 8;       // queries per KV head from which bf16 dot products replace fp32 FMA
   int tile_min_queries = 4;      // queries per KV head from which AMX tiles are used
   int accurate_int8 = 1;         // 1: 16-bit queries and weights, 0: 8-bit where the ISA gains from it

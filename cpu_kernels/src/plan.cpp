@@ -188,17 +188,18 @@ Plan::Plan(const PlanInput& in)
 
   // Cuts a run into pieces that end at tile boundaries. No piece of a head is more than its thread's share of what is
   // left, divided by splits_per_thread: whole rows while there is much, ever shorter pieces towards the end, so that
-  // the threads end together although they are not equally fast.
-  auto cut = [&](Run run, double token_weight, auto&& add) {
+  // the threads end together although they are not equally fast. Nor is any longer than `longest`.
+  constexpr double kAnyLength = 1e9;
+  auto cut = [&](Run run, double token_weight, double longest, auto&& add) {
     int from = run.begin;
     do {
       const double share = left / (static_cast<double>(in.threads) * std::max(1, in.tuning.splits_per_thread));
-      const double most = std::max<double>(share / token_weight, std::max(1, in.tuning.min_split_tokens));
+      const double even = std::max<double>(share / token_weight, std::max(1, in.tuning.min_split_tokens));
+      const double most = in.threads > 1 ? std::min(even, longest) : longest;
       const int tile = from / kTile * kTile;
       int to = run.end;
       // A rest that is shorter than half a piece goes with it.
-      if (in.threads > 1 && (run.end - tile) > 1.5 * most)
-        to = static_cast<int>(tile + round_up(static_cast<std::int64_t>(most), kTile));
+      if ((run.end - tile) > 1.5 * most) to = static_cast<int>(tile + round_up(static_cast<std::int64_t>(most), kTile));
       to = std::min(to, run.end);
       add(from, to);
       left -= (to - from) * token_weight * pool_.kv_heads;
@@ -206,26 +207,35 @@ Plan::Plan(const PlanInput& in)
     } while (from < run.end);
   };
 
-  // Groups first: they are the longest items.
+  // Groups first: they are the longest items. One pass over a run serves a block of rows; where it takes several, they
+  // follow each other head by head and in pieces, so that all but the first find keys and values in the core's cache.
+  const double piece_tokens =
+      std::max<double>(kTile, in.tuning.prefix_piece_kib * 1024.0 / (2.0 * static_cast<double>(layout.row_bytes())));
+  struct QueryBlock {
+    int rows_at, count, partial;
+  };
   std::vector<std::vector<Parts>> row_parts(rows_);
   std::vector<double> cost;
   for (const GroupWork& group : group_work) {
     const int count = static_cast<int>(group.rows.size()), blocks = blocks_of(group);
-    cut({group.begin, group.end}, blocks * weight(count / blocks * heads_), [&](int begin, int end) {
+    const double longest = blocks > 1 ? piece_tokens : kAnyLength;
+    cut({group.begin, group.end}, blocks * weight(count / blocks * heads_), longest, [&](int begin, int end) {
+      std::vector<QueryBlock> parts;
       for (int block = 0; block < blocks; ++block) {
         const int from = static_cast<int>(static_cast<std::int64_t>(count) * block / blocks);
         const int to = static_cast<int>(static_cast<std::int64_t>(count) * (block + 1) / blocks);
-        const int rows_at = static_cast<int>(unit_rows_.size());
+        parts.push_back({static_cast<int>(unit_rows_.size()), to - from, partials_});
         unit_rows_.insert(unit_rows_.end(), group.rows.begin() + from, group.rows.begin() + to);
         for (int i = from; i < to; ++i) row_parts[group.rows[i]].push_back({partials_ + (i - from), to - from});
-        for (int head = 0; head < pool_.kv_heads; ++head) {
-          units_.push_back({table_begin_[group.rows[0]], begin, end, head, rows_at, to - from,
-                            partials_ + head * (to - from), false});
-          cost.push_back((end - begin) * weight((to - from) * heads_));
-        }
         max_queries_ = std::max(max_queries_, (to - from) * heads_);
         partials_ += pool_.kv_heads * (to - from);
       }
+      for (int head = 0; head < pool_.kv_heads; ++head)
+        for (const QueryBlock& part : parts) {
+          units_.push_back({table_begin_[group.rows[0]], begin, end, head, part.rows_at, part.count,
+                            part.partial + head * part.count, false});
+          cost.push_back((end - begin) * weight(part.count * heads_));
+        }
     });
   }
   for (int row = 0; row < rows_; ++row) {
@@ -233,7 +243,8 @@ Plan::Plan(const PlanInput& in)
     unit_rows_.push_back(row);
     max_queries_ = std::max(max_queries_, heads_);
     std::vector<Run> pieces;
-    for (const Run& run : own[row]) cut(run, 1.0, [&](int begin, int end) { pieces.push_back({begin, end}); });
+    for (const Run& run : own[row])
+      cut(run, 1.0, kAnyLength, [&](int begin, int end) { pieces.push_back({begin, end}); });
     const bool alone = pieces.size() == 1 && row_parts[row].empty();
     for (const Run& piece : pieces) {
       const bool newest = piece.end == lengths_[row] && piece.end > 0;

@@ -204,6 +204,14 @@ def test_shared_prefix(isa: str, dtype: str, threads: int) -> None:
                 tuning=tuning,
             )
         verify(isa, case, 2 * ratio, q_dtype, rng, prefix_groups=[(rows, 192)], window=300, threads=threads)
+    # Several passes, in pieces of one tile.
+    pieces = Tuning(min_split_tokens=64, prefix_piece_kib=1)
+    verify(isa, case, 32, q_dtype, rng, prefix_groups=[(rows, 192)], threads=threads, tuning=pieces)
+    plans = [
+        Plan(case.pool, case.lengths, case.tables, 32, prefix_groups=[(rows, 192)], tuning=t, isa=isa)
+        for t in (tuning, pieces)
+    ]
+    assert plans[1].native.partials - plans[0].native.partials == 2 * len(rows) * 2  # two pieces more, two heads
 
 
 @each_isa()
@@ -303,6 +311,9 @@ def test_tile_arithmetic_in_software(monkeypatch: pytest.MonkeyPatch) -> None:
         case = ref.make_case(rng, [300, 400, 200, 250, 260], 2, 128, dtype, shared=192)
         for ratio in (1, 3, 8, 16):
             verify("amx_shim", case, 2 * ratio, q_dtype, rng, prefix_groups=[(range(5), 192)], threads=2, workers=2)
+    # Scores so far apart that the maximum to which weights refer must be raised now and then.
+    case = ref.make_case(rng, [300, 400, 200, 250, 260], 2, 128, "bfloat16", shared=192)
+    verify("amx_shim", case, 32, "bfloat16", rng, prefix_groups=[(range(5), 192)], scale=1.0)
 
 
 @each_isa()

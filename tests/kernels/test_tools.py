@@ -194,6 +194,9 @@ def test_the_default_covers_what_it_should() -> None:
         (["--budget", "0"], "budget must be positive"),
         (["--json", "/nonexistent/folder/x.json"], "the folder does not exist"),
         (["--lengths", "/nonexistent.json"], "No such file"),
+        (["--tuning", "speed=9"], "unknown field of Tuning 'speed'"),
+        (["--tuning", "prefetch_tiles=x"], "--tuning prefetch_tiles=x: not a number"),
+        (["--tuning", "prefetch_hint=t9"], "prefetch_hint must be one of"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -423,10 +426,13 @@ def test_one_thread_has_no_threshold_between_threads() -> None:
 
 
 def test_thresholds_between_kernels_are_measured_where_they_mean_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not {"dot_min_queries", "tile_min_queries"} & set(calibration.calibrate("scalar", 1, seconds=0).tuning)
+    isa = choose_isa().name
     for name in ("DOT_ISAS", "TILE_ISAS"):
-        monkeypatch.setattr(calibration, name, ("scalar",))
-    result = calibration.calibrate("scalar", 1, seconds=0)
+        monkeypatch.setattr(calibration, name, ())
+    assert not {"dot_min_queries", "tile_min_queries"} & set(calibration.calibrate(isa, 1, seconds=0).tuning)
+    for name in ("DOT_ISAS", "TILE_ISAS"):
+        monkeypatch.setattr(calibration, name, (isa,))
+    result = calibration.calibrate(isa, 1, seconds=0)
     assert {"dot_min_queries", "tile_min_queries"} <= set(result.tuning)
     assert all(1 <= result.tuning[name] <= 17 for name in ("dot_min_queries", "tile_min_queries"))
     assert {trial.what for trial in result.tried} >= {"dot_min_queries", "tile_min_queries"}

@@ -96,6 +96,10 @@ struct TileArithmetic {
   static constexpr int kVectors = kTile / kVectorTokens;
   static constexpr int kTileTokens = 64 / Tiles::kBytes;  // of a tile of weights or values
   static constexpr int kWeightBytes = kTile / kTileTokens * 1024;
+  // 16 queries of bf16: tiles add to the sums where they lie. That asks for sums that seldom shrink, so the maximum to
+  // which weights refer only follows when scores have outgrown it by kSlack: weights up to 2^kSlack are as exact.
+  static constexpr bool kInPlace = kQueries == 16 && !kTokenScales;
+  static constexpr float kSlack = 8.f;
 
   static int blocks(int queries) { return (queries + kQueries - 1) / kQueries; }
   static int chunks(int head_dim) { return (head_dim * Tiles::kBytes + 63) / 64; }
@@ -277,7 +281,8 @@ struct TileArithmetic {
         unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA { most[j] = max(most[j], wide_load(x + 16 * (i + j))); });
     }
     const Wide top = max_of_tokens(max(max(most[0], most[1]), max(most[2], most[3])));
-    const Wide old = per_query(w.m + first), now = max(old, mul(top, factor));
+    const Wide old = per_query(w.m + first), best = mul(top, factor);
+    const Wide now = kInPlace ? raised(old, best, wide_set1(kSlack)) : max(old, best);
     const Wide alpha = exp2_wide(sub(old, now)), shift = sub(wide_set1(0.f), now);
     store_queries(w.m + first, now);
     store_queries(w.alpha + first, alpha);
@@ -288,7 +293,8 @@ struct TileArithmetic {
       unroll<2>([&](auto k) CPU_KERNELS_LAMBDA {
         unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA {
           float* at = x + 16 * (i + kAtOnce * k + j);
-          Wide p = exp2_wide(fma(wide_load(at), factor, shift));
+          const Wide power = fma(wide_load(at), factor, shift);
+          Wide p = kInPlace ? exp2_rough(power) : exp2_wide(power);
           sums[j] = add(sums[j], p);
           if constexpr (kTokenScales) {
             p = mul(p, per_token(w.v_scale + (i + kAtOnce * k + j) * kVectorTokens));
@@ -333,13 +339,10 @@ struct TileArithmetic {
     return copy;
   }
 
-  // The weighted values of kTiles x 16 dims from j on, for kBlocks blocks.
+  // Adds the weighted values of kTiles x 16 dims from j on, for kBlocks blocks, to the tiles of sums.
   template <int kBlocks, int kTiles>
-  static CPU_KERNELS_INLINE void values_at(const AttendShape& s, Work& w, const std::uint8_t* v, int block, int j,
-                                           float* to) {
+  static CPU_KERNELS_INLINE void dot_values(const AttendShape& s, Work& w, const std::uint8_t* v, int block, int j) {
     const int row = 4 * s.layout.head_dim;
-    unroll<kBlocks>(
-        [&](auto b) CPU_KERNELS_LAMBDA { unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); }); });
     for (int c = 0; c < kTile / kTileTokens; ++c) {
       unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA { tile_load<4 + b>(weight_tiles(w, block + b) + 1024 * c, 64); });
       unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA {
@@ -347,8 +350,31 @@ struct TileArithmetic {
         unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA { Tiles::template dot<2 * b + x, 4 + b, 6 + x>(); });
       });
     }
+  }
+
+  template <int kBlocks, int kTiles>
+  static CPU_KERNELS_INLINE void values_at(const AttendShape& s, Work& w, const std::uint8_t* v, int block, int j,
+                                           float* to) {
+    unroll<kBlocks>(
+        [&](auto b) CPU_KERNELS_LAMBDA { unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); }); });
+    dot_values<kBlocks, kTiles>(s, w, v, block, j);
     unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
       unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_store<2 * b + x>(to + 256 * (2 * b + x), 64); });
+    });
+  }
+
+  // The same, on top of the sums of whole blocks.
+  template <int kBlocks, int kTiles>
+  static CPU_KERNELS_INLINE void values_in_place(const AttendShape& s, const Segment& seg, Work& w,
+                                                 const std::uint8_t* v, int block, int j) {
+    const int d = s.layout.head_dim, row = d * static_cast<int>(sizeof(float));
+    float* o = seg.o + block * kQueries * d + j;
+    unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
+      unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_load<2 * b + x>(o + b * kQueries * d + 16 * x, row); });
+    });
+    dot_values<kBlocks, kTiles>(s, w, v, block, j);
+    unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
+      unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_store<2 * b + x>(o + b * kQueries * d + 16 * x, row); });
     });
   }
 
@@ -381,6 +407,16 @@ struct TileArithmetic {
     const std::uint8_t* v = value_rows(s, r, w.extra);
     for_blocks(seg.queries, [&](auto count, int block) CPU_KERNELS_LAMBDA {
       constexpr int kBlocks = decltype(count)::value;
+      const int first = block * kQueries;
+      if (kInPlace && first + kBlocks * kQueries <= seg.queries) {
+        rescale(w.alpha + first, kBlocks * kQueries, d, seg.o + first * d);
+        for (int i = 0; i < pairs; ++i) {
+          values_in_place<kBlocks, 2>(s, seg, w, v, block, 32 * i);
+          ahead.keep_up(kBlocks * bytes);
+        }
+        if (32 * pairs < d) values_in_place<kBlocks, 1>(s, seg, w, v, block, 32 * pairs);
+        return;
+      }
       for (int i = 0; i < pairs; ++i) {
         values_at<kBlocks, 2>(s, w, v, block, 32 * i, results(w, i % 2));
         if (i > 0) add_values<kBlocks, 2>(s, seg, w, block, 32 * (i - 1), results(w, (i - 1) % 2));

@@ -110,6 +110,12 @@ inline Wide exp2_wide(Wide x) {
   x = max(x, wide_set1(-100.f));
   return {exp2(x.lo), exp2(x.hi)};
 }
+inline Wide exp2_rough(Wide x) { return exp2_wide(x); }
+inline F raised(F from, F to, F by) { return _mm256_blendv_ps(from, to, _mm256_cmp_ps(to, add(from, by), _CMP_GT_OQ)); }
+// `to` where it is above `from` by more than `by`, else `from`.
+inline Wide raised(Wide from, Wide to, Wide by) {
+  return {raised(from.lo, to.lo, by.lo), raised(from.hi, to.hi, by.hi)};
+}
 inline float reduce_max(Wide x) { return reduce_max(max(x.lo, x.hi)); }
 inline Wide int_to_float(Wide x) {
   return {_mm256_cvtepi32_ps(_mm256_castps_si256(x.lo)), _mm256_cvtepi32_ps(_mm256_castps_si256(x.hi))};
@@ -251,6 +257,19 @@ CPU_KERNELS_INLINE Wide exp2_wide(Wide x) {
   p = fma(p, f, set1(6.931530732e-01f));
   p = fma(p, f, set1(9.999999251e-01f));
   return _mm512_scalef_ps(p, x);  // p * 2^floor(x)
+}
+// The same with a relative error below 3e-6, for what becomes bf16.
+CPU_KERNELS_INLINE Wide exp2_rough(Wide x) {
+  x = max(x, set1(-100.f));
+  const F f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  F p = fma(set1(1.353416724e-02f), f, set1(5.201146191e-02f));
+  p = fma(p, f, set1(2.414427561e-01f));
+  p = fma(p, f, set1(6.930038346e-01f));
+  p = fma(p, f, set1(1.000002593f));
+  return _mm512_scalef_ps(p, x);
+}
+CPU_KERNELS_INLINE Wide raised(Wide from, Wide to, Wide by) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(to, add(from, by), _CMP_GT_OQ), from, to);
 }
 CPU_KERNELS_INLINE Wide int_to_float(Wide x) { return _mm512_cvtepi32_ps(_mm512_castps_si512(x)); }
 CPU_KERNELS_INLINE Wide swap_halves(Wide x) { return _mm512_shuffle_f32x4(x, x, 0x4e); }

@@ -1,35 +1,20 @@
 // Plans and kernels of every instruction set of this machine against double precision, for the sanitizers and for
 // emulators: no Python needed. The Python tests cover more shapes.
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <random>
-#include <string>
 #include <vector>
 
 #include "../append.hpp"
-#include "../cpu_features.hpp"
 #include "../plan.hpp"
 #include "check.hpp"
+#include "kernels_here.hpp"
 
 using namespace cpu_kernels;
 
 namespace {
-
-bool present(const char* required) {
-  Feature features[64];
-  const std::size_t count = detect_features(features, 64);
-  std::string left = required;
-  while (!left.empty()) {
-    const std::size_t comma = left.find(',');
-    const std::string name = left.substr(0, comma);
-    bool found = false;
-    for (std::size_t i = 0; i < count && i < 64; ++i) found |= name == features[i].name && features[i].present;
-    if (!found) return false;
-    left = comma == std::string::npos ? "" : left.substr(comma + 1);
-  }
-  return true;
-}
 
 struct Case {
   Type type;
@@ -40,9 +25,44 @@ struct Case {
   bool accurate_int8 = true;
 };
 
+// What sanitizers and emulators have to say about this is of no interest, and it would take most of the time.
+#if defined(__clang__)
+#define UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+#else
+#define UNCHECKED __attribute__((no_sanitize("address", "undefined"), optimize("O2")))
+#endif
+
+// Attention of one query to tokens [first, length) of keys and values [token][stride]: out[dim], returns the natural
+// log-sum-exp.
+UNCHECKED double reference(const float* query, const float* keys, const float* values, int first, int length,
+                           std::size_t stride, int dim, double scale, double* scores, double* out) {
+  double most = -INFINITY, total = 0;
+  for (int t = first; t < length; ++t) {
+    double s = 0;
+    for (int d = 0; d < dim; ++d) s += static_cast<double>(query[d]) * keys[t * stride + d];
+    scores[t] = s * scale;
+    if (scores[t] > most) most = scores[t];
+  }
+  for (int d = 0; d < dim; ++d) out[d] = 0;
+  for (int t = first; t < length; ++t) {
+    const double p = std::exp(scores[t] - most);
+    total += p;
+    for (int d = 0; d < dim; ++d) out[d] += p * values[t * stride + d];
+  }
+  for (int d = 0; d < dim && total > 0; ++d) out[d] /= total;
+  return most + std::log(total);
+}
+
+// Multiples of 1/16 in [-2, 2), which every type but int8 holds exactly.
+UNCHECKED void draw(std::uint32_t* state, float* to, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    *state = *state * 1664525u + 1013904223u;
+    to[i] = static_cast<float>(*state >> 26) / 16.f - 2.f;
+  }
+}
+
 void attends(const KernelTable& kernels, const Case& c) {
-  std::mt19937 random(7);
-  std::normal_distribution<float> normal;
+  std::uint32_t random = 7;
   const int rows = static_cast<int>(c.lengths.size()), dim = c.head_dim, q_heads = c.kv_heads * c.heads;
   const int per_id = c.slots ? 1 : c.page_tokens;
   KvPool pool;
@@ -78,19 +98,16 @@ void attends(const KernelTable& kernels, const Case& c) {
     pool.base = memory.data();
   }
 
-  // Values that every type but int8 holds exactly.
-  auto draw = [&] { return std::round(normal(random) * 16.f) / 16.f; };
   std::vector<std::vector<float>> keys(rows), values(rows);
   for (int row = 0; row < rows; ++row) {
     const std::size_t size = static_cast<std::size_t>(c.lengths[row]) * c.kv_heads * dim;
     keys[row].resize(size);
     values[row].resize(size);
-    const std::size_t common = static_cast<std::size_t>(c.shared) * c.kv_heads * dim;
-    for (std::size_t i = 0; i < size; ++i) {
-      const bool copy = row > 0 && i < common;
-      keys[row][i] = copy ? keys[0][i] : draw();
-      values[row][i] = copy ? values[0][i] : draw();
-    }
+    draw(&random, keys[row].data(), size);
+    draw(&random, values[row].data(), size);
+    const std::size_t common = row == 0 ? 0 : static_cast<std::size_t>(c.shared) * c.kv_heads * dim;
+    std::copy_n(keys[0].begin(), common, keys[row].begin());
+    std::copy_n(values[0].begin(), common, values[row].begin());
     std::vector<std::int64_t> places;
     for (int t = 0; t < c.lengths[row]; ++t)
       places.push_back(static_cast<std::int64_t>(table[begin[row] + t / per_id]) * per_id + t % per_id);
@@ -102,7 +119,7 @@ void attends(const KernelTable& kernels, const Case& c) {
   }
 
   std::vector<float> q(static_cast<std::size_t>(rows) * q_heads * dim), out(q.size(), NAN), lse(rows * q_heads, NAN);
-  for (float& x : q) x = draw();
+  draw(&random, q.data(), q.size());
   std::vector<std::int32_t> members;
   PrefixGroup group{0, c.shared, 0, rows};
   for (int row = 0; row < rows; ++row) members.push_back(row);
@@ -134,33 +151,23 @@ void attends(const KernelTable& kernels, const Case& c) {
   plan.run(io, c.threads);  // counters must have come back to where they were
 
   double worst = 0, largest = 0;
+  std::vector<double> scores(*std::max_element(lengths.begin(), lengths.end())), want(dim);
   for (int row = 0; row < rows; ++row)
     for (int h = 0; h < q_heads; ++h) {
       const int first = c.window > 0 ? std::max(0, c.lengths[row] - c.window) : 0;
-      std::vector<double> scores, sum(dim);
-      double most = -INFINITY, total = 0;
-      const float* query = &q[(static_cast<std::size_t>(row) * q_heads + h) * dim];
-      auto at = [&](int t) { return (static_cast<std::size_t>(t) * c.kv_heads + h / c.heads) * dim; };
-      for (int t = first; t < c.lengths[row]; ++t) {
-        double s = 0;
-        for (int d = 0; d < dim; ++d) s += static_cast<double>(query[d]) * keys[row][at(t) + d];
-        scores.push_back(s * input.scale);
-        most = std::max(most, scores.back());
-      }
-      for (int t = first; t < c.lengths[row]; ++t) {
-        const double p = std::exp(scores[t - first] - most);
-        total += p;
-        for (int d = 0; d < dim; ++d) sum[d] += p * values[row][at(t) + d];
-      }
+      const std::size_t at = static_cast<std::size_t>(h / c.heads) * dim,
+                        token = static_cast<std::size_t>(dim) * c.kv_heads;
+      const std::size_t to = (static_cast<std::size_t>(row) * q_heads + h) * dim;
+      const double want_lse = reference(&q[to], keys[row].data() + at, values[row].data() + at, first, c.lengths[row],
+                                        token, dim, input.scale, scores.data(), want.data());
       for (int d = 0; d < dim; ++d) {
-        const double want = total > 0 ? sum[d] / total : 0;
-        const double error = std::fabs(out[(static_cast<std::size_t>(row) * q_heads + h) * dim + d] - want);
+        const double error = std::fabs(out[to + d] - want[d]);
         worst = error <= worst ? worst : error;  // and NaN is an error
-        largest = std::max(largest, std::fabs(want));
+        largest = std::max(largest, std::fabs(want[d]));
       }
       const float got = lse[row * q_heads + h];
-      if (total > 0)
-        CHECK(std::fabs(got - (most + std::log(total))) < (c.accurate_int8 ? 1e-2 : 5e-2));
+      if (c.lengths[row] > 0)
+        CHECK(std::fabs(got - want_lse) < (c.accurate_int8 ? 1e-2 : 5e-2));
       else
         CHECK(std::isinf(got) && got < 0);
     }
@@ -176,7 +183,7 @@ void all_cases(const KernelTable& kernels) {
   const std::vector<int> lengths = {0, 1, 15, 64, 65, 130};
   for (Type type : {Type::f32, Type::f16, Type::bf16, Type::i8})
     for (int dim : {16, 64, 80, 96, 128, 256})
-      for (int heads : {1, 2, 3, 5, 8, 16}) {
+      for (int heads : {1, 2, 7, 16}) {
         attends(kernels, {type, dim, 2, heads, 64, lengths, 0, 1, 0, false});
         if (type == Type::i8)
           attends(kernels, {type, dim, 2, heads, 64, lengths, 0, 1, 0, false, false});
@@ -195,22 +202,13 @@ void all_cases(const KernelTable& kernels) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::size_t count = 0;
-  const Isa* table = isa_table(&count);
   int ran = 0;
-  auto run = [&](const char* name) {
-    const KernelTable* kernels = kernel_table(name);
-    if (kernels == nullptr || (argc > 1 && std::strcmp(argv[1], name) != 0)) return;
+  for (const KernelTable* kernels : kernels_here()) {
+    if (argc > 1 && std::strcmp(argv[1], kernels->isa) != 0) continue;
     all_cases(*kernels);
-    std::printf("%s: ok\n", name);
+    std::printf("%s: ok\n", kernels->isa);
     ++ran;
-  };
-  for (std::size_t i = 0; i < count; ++i)
-    if (present(table[i].required))
-      run(table[i].name);
-    else
-      std::printf("%s: skipped, the machine lacks it\n", table[i].name);
-  if (present("avx2,fma,f16c")) run("amx_shim");
+  }
   CHECK(ran > 0);
   return 0;
 }

@@ -11,6 +11,7 @@
 #include "../handoff.hpp"
 #include "../plan_job.hpp"
 #include "check.hpp"
+#include "kernels_here.hpp"
 
 using namespace cpu_kernels;
 
@@ -28,7 +29,7 @@ struct Batch {
   std::vector<float> q, want;
   KvPool pool;
   PrefixGroup group;
-  const KernelTable* kernels = kernel_table("scalar");
+  const KernelTable* kernels = kernels_here().at(0);
 
   explicit Batch(std::vector<int32_t> of, int shared = 0, int layers = 1) : lengths(std::move(of)) {
     std::mt19937 random(5);
