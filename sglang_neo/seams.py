@@ -269,7 +269,13 @@ SEAMS = (
         "sglang.srt.managers.scheduler_components.profiler_manager",
         "SchedulerProfilerManager._stop_profile",
         ("self", "stage"),
-        "and is written beside SGLang's own",
+        "and is written beside SGLang's own; where that fails, profile_in_progress and torch_profiler end it",
+    ),
+    Seam(
+        "sglang.srt.managers.io_struct",
+        "ProfileReqOutput",
+        ("success", "message"),
+        "and who asked is told",
     ),
     Seam(
         "sglang.srt.managers.scheduler_components.output_streamer",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from cpu_kernels.workers import HandoffSpan, WorkerSpan
+
+logger = logging.getLogger(__name__)
 
 #: In a trace, the CPU's side is a process of this number: above any real one of Linux.
 HOST_PID = 1 << 23
@@ -107,6 +110,9 @@ class HostTrace:
 
 def extend_profiler(manager: Any, attention: Any) -> None:
     """Makes SGLang's ``SchedulerProfilerManager`` take the CPU's side too, in place."""
+    import torch
+    from sglang.srt.managers.io_struct import ProfileReqOutput
+
     trace = HostTrace(attention)
     own = type(manager)
 
@@ -117,6 +123,16 @@ def extend_profiler(manager: Any, attention: Any) -> None:
         return answer
 
     def _stop_profile(self: Any, stage: Any = None) -> Any:
+        try:
+            return _stop_and_write(self, stage)
+        except (OSError, RuntimeError) as error:  # a full disk, say: no reason to end a server
+            logger.error(f"The profile could not be written to {self.torch_profiler_output_dir}: {error}")
+            was_in_progress, self.profile_in_progress, self.torch_profiler = self.profile_in_progress, False, None
+            if was_in_progress:
+                torch.distributed.barrier(self.dp_tp_cpu_group)  # where SGLang's other ranks wait for this one's file
+            return ProfileReqOutput(success=False, message=f"the profile could not be written: {error}")
+
+    def _stop_and_write(self: Any, stage: Any) -> Any:
         answer = own._stop_profile(self, stage)
         if answer is not None and answer.success:
             # Named like SGLang's own file of this rank.

@@ -1,4 +1,8 @@
-"""What users of other servers have reported, as tests, in every mode in which requests live in host memory."""
+"""What users of other servers have reported, as tests, in every mode in which requests live in host memory.
+
+Each safeguard is taken out once (``UNGUARDED``, at the end), and its scenario must fail then. Copies under way:
+test_copies.py; ranks that do not have the same memory: test_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
+from sglang_neo.placement import Placement
+from sglang_neo.scheduler import NeoScheduler
+from sglang_neo.token_manager import NeoReqToTokenPool, NeoTokenManager
 from tests.harness.exact import assert_exact
 from tests.harness.inprocess import InProcessScheduler, Request
 from tests.harness.traffic import RandomMoves, random_prompt, tokens
@@ -43,12 +52,15 @@ def crowd(seed: int, count: int, prompt: int, answer: int, prefix: str = "r") ->
 
 @in_modes("deferred")
 def test_after_a_crowd_the_device_alone_serves_again(tiny: Tiny, alone: Any, mode: dict[str, Any]) -> None:
-    """Long decodes fill the device pool to the last token; when the load has fallen, no step waits for the CPU."""
+    """Long decodes fill the device pool to the last token; when the load has fallen, no step waits for the CPU, neither
+    for those that are left of the crowd nor for those that come then."""
     many, few = crowd(1, 14, 50, 90), crowd(2, 3, 40, 40, "after")
-    fullest = 0
+    many += [Request(f"last{i}", random_prompt(random.Random(i), 30), 220, arrive=4) for i in range(2)]
+    fullest, tail = 0, []
 
     def watch(scheduler: Any, step: int) -> None:
         nonlocal fullest
+        tail.append(len(scheduler.token_manager.host_rows()))
         usage = scheduler.token_manager.device_usage()
         fullest = max(fullest, usage.total_tokens - scheduler.placement._device_free())
 
@@ -64,6 +76,7 @@ def test_after_a_crowd_the_device_alone_serves_again(tiny: Tiny, alone: Any, mod
         usage = scheduler.scheduler.token_manager.device_usage()
         assert usage.free_tokens == usage.total_tokens
     assert fullest >= 500, "the pool was to be full"
+    assert max(tail) > 5 and not any(tail[-40:]), "nobody is left in host memory"
     assert_exact(alone("llama", many + few), tokens(got))
 
 
@@ -143,6 +156,49 @@ def test_clients_that_vanish(tiny: Tiny, alone: Any, mode: dict[str, Any]) -> No
     assert_exact(alone("llama", stay), answers)
 
 
+@in_modes("sync")
+def test_one_request_alone_outgrows_the_device(tiny: Tiny, alone: Any, mode: dict[str, Any]) -> None:
+    requests = [Request("long", random_prompt(random.Random(6), 100), 90)]
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=128, **mode) as scheduler:
+        got = scheduler.run(requests)
+    assert len(got["long"].tokens) == 90
+    assert_exact(alone("llama", requests), tokens(got))
+
+
+def test_both_pools_full_and_a_prefix_comes_back(tiny: Tiny, alone: Any) -> None:
+    """The device's tree has to give way to the prefix, and what leaves it wants to go where the prefix lies."""
+    rng = random.Random(8)
+    kept, other = random_prompt(rng, 260), random_prompt(rng, 300)
+    first, second = [Request("kept", kept, 30)], [Request("other", other, 5)]
+    third = [Request("again", [*kept[:257], *random_prompt(rng, 9)], 10)]
+
+    def to_host(scheduler: Any, step: int) -> None:
+        for req in scheduler.running_batch.reqs:
+            if not req.finished() and getattr(req, "neo_host_row", None) is None:
+                scheduler.placement.move_to_host(req)
+
+    five_pages = 5.01 * 64 * 2 * 2 * 16 * 3 * 4 / 1e9
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=400, neo_host_kv_size=five_pages) as scheduler:
+        got = scheduler.run(first, to_host)
+        empty_device_tree(scheduler.scheduler)
+        got |= scheduler.run(second)
+        assert (
+            scheduler.scheduler.token_manager.host_usage().free_tokens
+            < 300
+            <= scheduler.scheduler.tree_cache.evictable_size()
+        )
+        got |= scheduler.run(third)
+        counters = scheduler.scheduler.token_manager.host_cache_counters
+    assert counters.loaded_tokens == got["again"].cached_tokens == 256, counters
+    assert_exact(alone("llama", first + second + third), tokens(got))
+
+
+def empty_device_tree(scheduler: Any) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    scheduler.tree_cache.evict(EvictParams(num_tokens=scheduler.tree_cache.evictable_size()))
+
+
 @in_modes("")
 @pytest.mark.timeout(1800)
 def test_memory_does_not_grow(tiny: Tiny, mode: dict[str, Any]) -> None:
@@ -163,3 +219,53 @@ def test_memory_does_not_grow(tiny: Tiny, mode: dict[str, Any]) -> None:
             after.append((steps, process.memory_info().rss / 1e6))
     half = next(rss for at, rss in after if at > 1500)
     assert after[-1][1] < half + 30, f"MB by steps: {after}"
+
+
+# -- without their safeguards ------------------------------------------------------------------------------------------
+
+
+def keep_at_any_price(manager: NeoTokenManager, *args: Any) -> None:
+    """What leaves the device's tree, where everything in the host's may give way to it."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    assert manager.host_cache is not None
+    manager.host_cache.evict(EvictParams(num_tokens=manager.host_evictable()))
+    KEEP(manager, *args)
+
+
+KEEP = NeoTokenManager.keep
+#: A scenario, its mode, and what is taken out of the server.
+UNGUARDED: list[tuple[Callable[..., None], str | None, type, str, Any]] = [
+    (test_after_a_crowd_the_device_alone_serves_again, "sync", Placement, "_return", lambda self, batch: None),
+    (test_eleven_requests_and_two_thousand_tokens, "sync", Placement, "_make_room", lambda *a, **k: False),
+    (
+        test_one_request_alone_outgrows_the_device,
+        "sync",
+        NeoScheduler,
+        "init_req_max_new_tokens",
+        Scheduler.init_req_max_new_tokens,
+    ),
+    (test_clients_that_vanish, "sync", NeoReqToTokenPool, "free", ReqToTokenPool.free),
+    (test_clients_that_vanish, "deferred", NeoTokenManager, "steps_over", lambda self, epoch: None),
+    (test_both_pools_full_and_a_prefix_comes_back, None, NeoTokenManager, "keep", keep_at_any_price),
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "mode", "owner", "name", "fault"),
+    UNGUARDED,
+    ids=[f"{name}-{scenario.__name__.removeprefix('test_')}" for scenario, _, _, name, _ in UNGUARDED],
+)
+def test_a_scenario_without_its_safeguard_fails(
+    tiny: Tiny,
+    alone: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    scenario: Callable[..., None],
+    mode: str | None,
+    owner: type,
+    name: str,
+    fault: Any,
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises((AssertionError, RuntimeError)):
+        scenario(tiny, alone, *([MODES[mode]] if mode is not None else []))

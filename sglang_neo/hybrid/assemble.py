@@ -8,7 +8,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from cpu_kernels.cores import NotEnoughCores
 from cpu_kernels.workers import WorkerPool
 from sglang_neo.args import LANE_MODES
 from sglang_neo.errors import UsageError
@@ -20,7 +19,7 @@ from sglang_neo.host_kv.pool import HostKVPool, UnsupportedKV
 from sglang_neo.host_kv.transfer import KVTransfer
 from sglang_neo.hybrid.deferred import DeferredAttention, hook_layers, not_deferrable
 from sglang_neo.hybrid.geometry import NoCpuAttention, attention_geometry, attention_layers
-from sglang_neo.hybrid.host_attention import HostAttention
+from sglang_neo.hybrid.host_attention import HostAttention, worker_pool
 from sglang_neo.hybrid.pipelined import PipelinedAttention
 from sglang_neo.hybrid.prefill import HostPrefill
 from sglang_neo.ranks import least_of_all_ranks
@@ -177,14 +176,8 @@ def _pool(runner: Any, device: DeviceKV) -> tuple[HostMemory, HostKVPool]:
 
 
 def _workers(runner: Any) -> WorkerPool:
-    """Threads on cores of their own; on cores shared with others where none are free, which is said."""
     args = runner.server_args
     ranks = args.tp_size * args.dp_size
     cores = len(os.sched_getaffinity(0))
     # Every rank's scheduler needs a core for itself, where there are enough.
-    share = max(1, (args.neo_cpu_threads or cores - ranks) // ranks)
-    try:
-        return WorkerPool.on_claimed_cores(share, reserve=0)
-    except (NotEnoughCores, RuntimeError) as error:
-        logger.warning(f"CPU attention runs on {share} thread(s) that share cores with others: {error}")
-        return WorkerPool(share)
+    return worker_pool(max(1, (args.neo_cpu_threads or cores - ranks) // ranks))

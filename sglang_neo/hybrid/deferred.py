@@ -144,7 +144,7 @@ class DeferredAttention(HostAttention):
     def reset(self, timeout_s: float) -> bool:
         """As HostAttention's. Everybody who was parked is lost."""
         # Where another rank failed, or a step was refused, workers may be busy with the last step: the device is ahead.
-        if not self.service.wait_epoch(self._epoch, timeout_s) or not super().reset(timeout_s):
+        if not self.service.wait_epoch(self._taken, timeout_s) or not super().reset(timeout_s):
             return False
         self.clear()
         self._answering = 0

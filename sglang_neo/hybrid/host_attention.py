@@ -18,6 +18,7 @@ be captured. Here the wait comes in the same layer (mode sync of docs/architectu
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,12 +26,15 @@ from typing import Any, NamedTuple
 import torch
 
 from cpu_kernels.attention import Plan
+from cpu_kernels.cores import NotEnoughCores
 from cpu_kernels.workers import Handoffs, HandoffService, Step, WorkerPool
 from sglang_neo.hybrid.exchange import NO_ROW, exchange_for
 from sglang_neo.hybrid.geometry import AttentionGeometry
 from sglang_neo.hybrid.streams import flag_stream
 from sglang_neo.planning.cascade import shared_runs
 from sglang_neo.token_manager import HostRow
+
+logger = logging.getLogger(__name__)
 
 #: uint32 words in a cache line: flags that share one would bounce between the device's and the CPU's writes.
 _LINE = 16
@@ -95,6 +99,15 @@ class Lane(NamedTuple):
     places: Sequence[int]  # in the batch that the forward of this lane is of
 
 
+def worker_pool(threads: int) -> WorkerPool:
+    """Threads on cores of their own; on cores shared with others where none are free, which is said."""
+    try:
+        return WorkerPool.on_claimed_cores(threads, reserve=0)
+    except (NotEnoughCores, RuntimeError) as error:
+        logger.warning(f"CPU attention runs on {threads} thread(s) that share cores with others: {error}")
+        return WorkerPool(threads)
+
+
 class HostAttention(Boxes):
     """Owns the workers, the flags and boxes, and the plans.
 
@@ -123,6 +136,7 @@ class HostAttention(Boxes):
         self._timeout_s = timeout_s
         self.stream = flag_stream(device, 2 * timeout_s)
         self.exchange = exchange_for(device)
+        self._spent = CpuTimes(0.0, 0.0)  # by workers and services that are no more
         self.service = HandoffService(workers, timeout_s)
         self._handoffs = Handoffs()
         for layer in range(geometry.layers):
@@ -147,9 +161,14 @@ class HostAttention(Boxes):
         self.service.wait_epoch(self._taken, 2 * self._timeout_s)
 
     def cpu_times(self) -> CpuTimes:
-        status = self.service.status()
+        status, spent = self.service.status(), self._spent
         busy = sum(counters.busy_ns for counters in self.workers.counters())
-        return CpuTimes(busy / 1e9, status.device_wait_ns / 1e9, status.awaited_ns / 1e9, status.awaited)
+        return CpuTimes(
+            spent.busy + busy / 1e9,
+            spent.wait + status.device_wait_ns / 1e9,
+            spent.awaited + status.awaited_ns / 1e9,
+            spent.awaited_handoffs + status.awaited,
+        )
 
     def close(self) -> None:
         """Ends the workers; harmless to repeat."""
@@ -228,11 +247,30 @@ class HostAttention(Boxes):
 
     def reset(self, timeout_s: float) -> bool:
         """After a failure, with the device idle: takes steps again. False if a worker is still busy with the old."""
+        if self.workers.refusal:
+            return self._renew_workers(timeout_s)
         try:
             self.service.reset(timeout_s)
         except TimeoutError:
             return False
         return True
+
+    def _renew_workers(self, timeout_s: float) -> bool:
+        """A thread has ended that should not have: all of them go, and others come."""
+        logger.error(f"sglang_neo: {self.workers.refusal}. Starting {self.workers.threads} new CPU attention threads")
+        self._spent = self.cpu_times()
+        if not self.service.close(timeout_s) or not self.workers.close(timeout_s):
+            return False
+        self.workers = worker_pool(self.workers.threads)
+        self.service = HandoffService(self.workers, self._timeout_s)
+        self._taken = 0
+        for boxes in self._all_boxes:
+            boxes.flags[:, (_READY, _DONE), 0] = 0
+        return True
+
+    @property
+    def _all_boxes(self) -> Sequence[Boxes]:
+        return (self,)
 
     def plan(self, rows: Sequence[HostRow]) -> Plan:
         """The attention of these rows, for any layer. What they share of the host's radix cache is read once."""

@@ -63,6 +63,10 @@ class PipelinedAttention(HostAttention):
     def _lane_boxes(self) -> tuple[Boxes, Boxes]:
         return self, self._second
 
+    @property
+    def _all_boxes(self) -> Sequence[Boxes]:
+        return self._lane_boxes
+
     # -- a step -----------------------------------------------------------------------------------------------
 
     def launch_lanes(self, rows: Sequence[Sequence[HostRow]], index: Sequence[Sequence[int]]) -> int:

@@ -92,3 +92,33 @@ class ShuffledDevice(CpuDevice):
     def some_steps(self) -> None:
         for _ in range(self.random.choice([0, 0, 3, 30])):
             self.step()
+
+
+class AtOnce:
+    """The current queue of a device that computes at once: waiting means to make the others come to the mark."""
+
+    def __init__(self, device: ShuffledDevice) -> None:
+        self.device = device
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self) -> Mark:
+        mark = Mark(self.device)
+        mark.reached = True
+        return mark
+
+    def wait(self, mark: Mark) -> None:
+        mark.synchronize()
+
+
+class LateCopies(ShuffledDevice):
+    """For a scheduler on the CPU device: copies between the pools are under way until somebody waits, or ``some_steps``
+    are made."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.at_once = AtOnce(self)
+
+    def current(self) -> Any:
+        return self.at_once
