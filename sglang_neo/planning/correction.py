@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from typing import Protocol
 
-from sglang_neo.planning.costs import Corrections, StepCost
+from sglang_neo.planning.costs import Corrections, Mode, StepCost
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class Measured:
     seconds: float
     wait: float = 0.0
     cpu: float = 0.0
+
+
+def waited(mode: Mode, cost: StepCost, cpu: float) -> float:
+    """Seconds that the device must have waited in a step in which the CPU worked for ``cpu`` seconds, where that cannot
+    be timed: what the CPU took longer than the device had other things to do."""
+    meanwhile = {"sync": 0.0, "pipelined": cost.linear + cost.prefill + cost.attention}.get(mode, cost.device)
+    return max(0.0, cpu - meanwhile)
 
 
 class Learner(Protocol):

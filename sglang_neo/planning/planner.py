@@ -49,6 +49,7 @@ class Limits:
     max_host_tpot: float | None = 0.25  # seconds per token of an ordinary host row; best-effort ones have no bound
     max_lane_rows: int = 256  # host rows in the lanes of one step
     max_slots: int = 64  # slot rows of a deferred step
+    lane_beside_prefill: bool = True  # whether host rows can decode in a lane of their own beside a prefill
     max_lag: int = 8  # hand-offs that the CPU may be behind at a launch
     prefill_tokens: int = 8192  # new tokens of one prefill step
     device_page: int = 1  # tokens
@@ -85,6 +86,7 @@ class State:
     waiting: tuple[Prompt, ...]  # in order of admission; some hundred are enough
     device_free: int  # free, or evictable
     host_free: int
+    device_total: int = 1 << 60  # tokens of the device's pool
     device_reserved: int = 0  # of what is free, for the output to come of rows that are there
     host_reserved: int = 0
     best_effort_host_rows: int = 0
@@ -153,8 +155,8 @@ class Choice:
         return self.tokens / self.cost.seconds if self.cost.seconds > 0 else 0.0
 
 
-def plan(state: State, limits: Limits, tables: Tables, memory: Memory) -> StepPlan:
-    """The plan of the next step."""
+def plan(state: State, limits: Limits, tables: Tables, memory: Memory, admit: bool = True) -> StepPlan:
+    """The plan of the next step. ``admit``: False if no waiting request can be prefilled now."""
     host = len(limits.modes) > 1
     leaving = _leaving(state, limits) if host else ()
     device = Rows(
@@ -165,12 +167,16 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory) -> StepPl
     could, now = [alone], [alone]
     if host and (state.host_rows or state.waiting) and not memory.guard.closed:
         could, now = _choices(state, limits, costs, device, alone)
+        if len(now) > 1 and _captive(state, limits):
+            now = now[1:]
     best = max(now, key=lambda choice: choice.rate)
     current, regret = _held(best, now, memory)
     goal = max(could, key=lambda choice: choice.rate)
     pays = goal.mode != "gpu_only" and goal.rate > alone.rate * (1 + limits.margin) and memory.stalled < limits.patience
 
-    prompts, place = _admitted(state, limits, costs, memory, goal if pays else alone, bool(leaving))
+    prompts, place = (
+        _admitted(state, limits, costs, memory, goal if pays else alone, bool(leaving)) if admit else ((), None)
+    )
     if prompts:
         assert place is not None
         if current.mode == memory.mode:
@@ -202,6 +208,11 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory) -> StepPl
         standing=0 if chosen.slots else staying - lane_a - lane_b,
         regret=regret,
     )
+
+
+def _captive(state: State, limits: Limits) -> bool:
+    """Whether a host row is too long ever to come back to the device: it goes on in host memory or not at all."""
+    return bool(state.host_rows) and max(state.host_rows) + limits.rules.return_steps > state.device_total
 
 
 def compare(state: State, limits: Limits, tables: Tables, corrections: Corrections | None = None) -> list[Choice]:
@@ -335,10 +346,13 @@ def _returning(state: State, limits: Limits) -> tuple[int, ...]:
     rules = limits.rules
     if state.waiting:  # the room would not stay free anyway, and a copy is cheaper than the prefill it stands for
         rules = replace(rules, return_steps=rules.growth_steps, returns_per_step=MOVED_AT_ONCE)
-    rows = [
-        placement.Row(i, _pages(tokens, limits.device_page), _pages(tokens, limits.host_page))
-        for i, tokens in enumerate(islice(state.host_rows, rules.returns_per_step))
-    ]
+    rows: list[placement.Row] = []
+    free = state.device_free
+    for i, tokens in enumerate(islice(state.host_rows, rules.returns_per_step)):
+        rows.append(placement.Row(i, _pages(tokens, limits.device_page), _pages(tokens, limits.host_page)))
+        free -= rows[-1].device_tokens
+        if free < 0:  # nobody from here on fits
+            break
     back = placement.to_device(rows, len(state.device_rows), state.device_free, limits.device_page, rules)
     return tuple(back)
 
@@ -370,11 +384,17 @@ def _admitted(
         if tokens >= limits.prefill_tokens:
             break
         footprint = _pages(max(prompt.room, prompt.tokens + prompt.past), limits.host_page)
+        if prompt.place == "host" and memory.host_prefill_credit < 0 and state.device_rows:
+            break
         if prompt.place is not None:
             where = prompt.place
         elif not blocked and prompt.room <= device_free:
             where = "device"
-        elif wanted > 0 and footprint <= host_free and (memory.host_prefill_credit >= 0 or not state.device_rows):
+        elif (
+            (wanted > 0 or prompt.room >= state.device_total)  # it can run in host memory only
+            and footprint <= host_free
+            and (memory.host_prefill_credit >= 0 or not state.device_rows)
+        ):
             where = "host"
         else:
             break
@@ -409,13 +429,7 @@ def _prefill(
 ) -> StepPlan:
     """A step that prefills; host rows decode in lane B beside it if that pays."""
     first = prompts[0]
-    load_back = (
-        place == "device"
-        and first.host_hit > 0
-        and costs.load_back(first.host_hit)
-        < costs.prefill(first.tokens, first.past).seconds
-        - costs.prefill(first.tokens - first.host_hit, first.past + first.host_hit).seconds
-    )
+    load_back = place == "device" and load_back_pays(costs, first.tokens, first.past, first.host_hit)
     hit = first.host_hit if load_back else 0
     chunks = _chunks((prompt.tokens - (hit if prompt is first else 0) for prompt in prompts), limits.prefill_tokens)
     past = sum(prompt.past for prompt in prompts[: len(chunks)]) + hit
@@ -427,7 +441,8 @@ def _prefill(
             cost = costs.prefill(sum(chunks), past)
     lane_b = 0
     # In deferred mode host rows are between two layers and take no part in lanes.
-    if state.host_rows and "pipelined" in limits.modes and open_to_cpu and current.mode != "deferred":
+    lanes = "pipelined" in limits.modes and limits.lane_beside_prefill
+    if state.host_rows and lanes and open_to_cpu and current.mode != "deferred":
         rate = max(current.rate, _full_rate(state, costs))
         chunks, lane_b, cost = _beside_prefill(state, limits, costs, rate, chunks, past, cost)
     return StepPlan(
@@ -443,6 +458,28 @@ def _prefill(
         standing=len(state.host_rows) - lane_b,
         regret=regret,
     )
+
+
+def load_back_pays(costs: Costs, tokens: float, past: float, hit: float) -> bool:
+    """Whether the part ``hit`` of ``tokens`` that a prompt has before it, which host memory holds, had better be copied
+    to the device than computed again."""
+    whole, rest = costs.prefill(tokens, past), costs.prefill(tokens - hit, past + hit)
+    return hit > 0 and costs.load_back(hit) < whole.seconds - rest.seconds
+
+
+def draining_pays(rate: float, device_rows: float, under_way: int, layers: int, seconds: float) -> bool:
+    """Whether a change from deferred mode had better let the rows that are under way come to their token.
+
+    Draining takes a deferred step per layer, in which the device rows get a token each and all that is under way gets
+    done; a change at once has the new mode's tokens in that time, and throws away what is done already. What is done
+    and what is to be done of a token are one together.
+
+    Args:
+        rate: tokens per second of the new mode.
+        under_way: host rows between two layers.
+        seconds: of a deferred step.
+    """
+    return device_rows * layers + under_way > rate * layers * seconds
 
 
 def _full_rate(state: State, costs: Costs) -> float:

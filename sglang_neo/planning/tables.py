@@ -292,6 +292,16 @@ def load(path: Path, key: Key) -> Tables:
     return tables
 
 
+def tables_of(content: Mapping[str, Any]) -> Tables:
+    """From the JSON form of ``asdict(tables)``. Raises ProfileError if it is none."""
+    try:
+        found = _build(Tables, content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileError(f"these are no tables: {error}") from None
+    assert isinstance(found, Tables)
+    return found
+
+
 def _build(kind: type, content: Mapping[str, Any]) -> Any:
     """The inverse of ``asdict``."""
     names = {field.name for field in fields(kind)}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_neo.planning.correction import Measured, Proportional
+from sglang_neo.planning.correction import Measured, Proportional, waited
 from sglang_neo.planning.costs import Corrections, Costs, Rows, StepCost
 from sglang_neo.planning.guard import Guard, GuardRules, after_step
 from tests.planning.machines import real
@@ -122,3 +122,10 @@ def test_a_planned_wait_is_not_late() -> None:
     for _ in range(10):
         guard, line = after_step(guard, sync, 10, Measured(50e-3, 40e-3, 40e-3), RULES, prefill=False, probe=False)
         assert line is None and not guard.closed
+
+
+def test_waits_that_cannot_be_timed_follow_from_the_cpus_time() -> None:
+    cost = StepCost(linear=3.0, attention=2.0, overhead=1.0, cpu=4.0)
+    assert waited("sync", cost, 4.0) == 4.0, "nothing else runs meanwhile"
+    assert (waited("pipelined", cost, 5.0), waited("pipelined", cost, 7.0)) == (0.0, 2.0)
+    assert (waited("deferred", cost, 6.0), waited("deferred", cost, 7.0)) == (0.0, 1.0)

@@ -13,7 +13,18 @@ from sglang_neo.planning import inequalities as q
 from sglang_neo.planning.correction import Measured
 from sglang_neo.planning.costs import MODES, Costs, Mode, Rows
 from sglang_neo.planning.guard import Guard, GuardRules
-from sglang_neo.planning.planner import Limits, Memory, Prompt, State, StepPlan, after_step, plan
+from sglang_neo.planning.planner import (
+    Limits,
+    Memory,
+    Prompt,
+    State,
+    StepPlan,
+    after_step,
+    draining_pays,
+    load_back_pays,
+    plan,
+)
+from sglang_neo.planning.tables import Curve
 from tests.planning.machines import ideal, real
 
 FREE = 10**7
@@ -386,3 +397,54 @@ def test_any_plan_can_be_carried_out(
         assert step.mode == "gpu_only" and not step.to_host and step.prefill_to != "host"
     if guard.closed or (guard.probing and not step.prefill):
         assert step.mode == "gpu_only"
+
+
+# -- what the server asks besides --------------------------------------------------------------------------------------
+
+
+def test_a_step_that_cannot_prefill_is_planned_as_a_decode_step() -> None:
+    waiting = (Prompt(500, room=700),)
+    there = state(waiting=waiting, device_free=10_000)
+    assert plan(there, LIMITS, TABLES, Memory()).prefill == (500,)
+    step = plan(there, LIMITS, TABLES, Memory(), admit=False)
+    assert (step.prefill, step.prefill_to, step.device_rows) == ((), None, 8)
+
+
+def test_what_fits_the_host_only_is_served_there_whatever_it_gains() -> None:
+    """With a CPU so slow that no mode pays, a request longer than the device's pool is prefilled and decoded all the
+    same; one that would fit waits, or stands still, until there is room."""
+    slow = real(cpu_attention=ideal(cpu_per_token=1e-3).cpu_attention)
+    for room, place in ((9_000, None), (10_000, "host"), (20_000, "host")):
+        there = state(waiting=(Prompt(5_000, room=room),), device_total=10_000)
+        assert plan(there, LIMITS, slow, Memory()).prefill_to == place, room
+    margin = LIMITS.rules.return_steps
+    for tokens, host_rows in ((10_000 - margin, 0), (10_001 - margin, 1)):
+        there = state(host=1, device_total=10_000, host_rows=(tokens,))
+        assert plan(there, LIMITS, slow, FED_UP).host_rows == host_rows, tokens
+    late = replace(Memory(), guard=Guard(pause_left=5))
+    there = state(host=1, device_total=10_000, host_rows=(20_000,))
+    assert plan(there, LIMITS, slow, late).host_rows == 0, "the fail-safe goes first"
+
+
+def test_a_prompt_on_its_way_to_the_host_waits_for_its_share_of_the_time() -> None:
+    there = state(waiting=(Prompt(5_000, past=1_000, room=7_000, place="host"),))
+    assert plan(there, LIMITS, TABLES, Memory(host_prefill_credit=0.0)).prefill_to == "host"
+    assert plan(there, LIMITS, TABLES, Memory(host_prefill_credit=-1e-9)).prefill_to is None
+    alone = replace(there, device_rows=())
+    assert plan(alone, LIMITS, TABLES, Memory(host_prefill_credit=-1.0)).prefill_to == "host"
+
+
+def test_draining_pays_exactly_until_the_new_mode_gives_more_meanwhile() -> None:
+    device, under_way, layers, seconds = 8, 40, 10, 0.02
+    rate = (device * layers + under_way) / (layers * seconds)
+    assert not draining_pays(rate, device, under_way, layers, seconds)
+    assert draining_pays(rate * (1 - 1e-9), device, under_way, layers, seconds)
+
+
+def test_a_hit_is_copied_if_that_is_faster_than_computing_it() -> None:
+    costs = Costs(TABLES, 8)
+    saved = costs.prefill(2_000, 0).seconds - costs.prefill(1_000, 1_000).seconds
+    for seconds, pays in ((saved * 0.99, True), (saved * 1.01, False)):
+        copies = replace(TABLES, to_device=Curve((1,), (seconds,)))
+        assert load_back_pays(Costs(copies, 8), 2_000, 0, 1_000) == pays
+    assert not load_back_pays(costs, 2_000, 0, 0), "no hit"
