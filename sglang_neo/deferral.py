@@ -131,11 +131,12 @@ class Deferral:
             streamer = scheduler.batch_result_processor.output_streamer
             streamer.stream_output(aborted, any(req.return_logprob for req in aborted))
 
-    def next_part(self, batch: NeoScheduleBatch, paused: bool) -> Any:
+    def next_part(self, batch: NeoScheduleBatch, paused: bool, seats: int | None = None) -> Any:
         """What the next decode step runs of the running batch, which has rows.
 
         Args:
             paused: no deferred step unless there is nothing else to do.
+            seats: that the cohort which enters may have; None: as many as there are slots.
         """
         self._changed |= self._cohorts.discard(lambda rider: not rider.there)
         on_host = [i for i, req in enumerate(batch.reqs) if host_row(req) is not None]
@@ -147,7 +148,17 @@ class Deferral:
         batch.forward_mode = batch.forward_mode.DECODE
         if device and (paused or not self.has_room(len(device)) or self._behind()):
             return batch.part_of(device)
-        return self._deferred(batch, on_host, device)
+        return self._deferred(batch, on_host, device, self.slots if seats is None else seats)
+
+    def land(self) -> None:
+        """Everybody leaves the seats: tokens in mid-layer are thrown away, and begin anew in a step of another kind."""
+        riders = [rider for rider in (*self._cohorts.mid_token(), *self._cohorts.boundary()) if rider.there]
+        if not riders:
+            return
+        self._attention.wait_launched()  # the workers may be appending to the rows
+        for rider in riders:
+            rider.row.tokens, rider.row.mid_token = rider.row.tokens - rider.row.mid_token, False
+        self._changed |= self._cohorts.discard(lambda rider: True)
 
     def _behind(self) -> bool:
         runner = self._scheduler.tp_worker.model_runner
@@ -155,9 +166,9 @@ class Deferral:
         self.counters.behind += behind
         return behind
 
-    def _deferred(self, batch: NeoScheduleBatch, on_host: list[int], device: list[int]) -> NeoScheduleBatch:
+    def _deferred(self, batch: NeoScheduleBatch, on_host: list[int], device: list[int], seats: int) -> NeoScheduleBatch:
         cohorts = self._cohorts
-        self._enter([batch.reqs[i] for i in on_host])
+        self._enter([batch.reqs[i] for i in on_host], seats)
         index = {id(batch.reqs[i]): i for i in on_host}
         leaving = {
             index[id(seat.row.req)]: slot
@@ -197,13 +208,13 @@ class Deferral:
         self.counters.steps += 1
         return part
 
-    def _enter(self, reqs: list[Any]) -> None:
+    def _enter(self, reqs: list[Any], seats: int) -> None:
         """Seats the cohort whose turn it is: its own rows, then those that have waited longest; higher ranks first."""
         cohorts, rank = self._cohorts, self._rank
         due = cohorts.boundary()
         seated = {id(rider.req) for rider in (*cohorts.mid_token(), *due)}
         waiting = [Rider(req, row) for req in reqs if id(req) not in seated and (row := host_row(req)) is not None]
-        stay, come = to_seat([rank(rider.req) for rider in waiting], [rank(rider.req) for rider in due], cohorts.slots)
+        stay, come = to_seat([rank(rider.req) for rider in waiting], [rank(rider.req) for rider in due], seats)
         rows = []
         for rider in (*(due[i] for i in stay), *(waiting[i] for i in come)):
             if not self._manager.can_grow([rider.req]):
@@ -219,7 +230,7 @@ class Deferral:
     def processed(self, result: Any) -> None:
         """To be told of every result that has been processed. Raises AuditError, see ``audit``."""
         launched: LaunchedHostRows | None = getattr(result, "neo_launched", None)
-        if launched is None:
+        if launched is None or launched.mode != "deferred":
             return
         self._processed = launched.launched_epoch
         record = self._attention.record
@@ -230,7 +241,7 @@ class Deferral:
 
     def settle(self, recovery: Recovery) -> None:
         """Between two launches: once nobody rides any more, the last step is judged, on which no token will rest."""
-        last = self._attention.launched_epoch
+        last = self._attention.last_step
         unsettled = self._settled < last == self._processed and not recovery.pending
         if unsettled and next(self.riders(), None) is None:
             self._settled = last
@@ -240,4 +251,4 @@ class Deferral:
         """After a failure, with the workers ready again: nobody rides."""
         self._cohorts.clear()
         self._changed.clear()
-        self._settled = self._attention.launched_epoch
+        self._settled = self._processed = 0

@@ -8,6 +8,20 @@ from typing import Any
 import torch
 
 
+def from_first_rank(runner: Any, value: Any) -> Any:
+    """What the first rank gives, which can be anything that pickles; all ranks of a model runner's group must call it.
+
+    Args:
+        runner: SGLang's model runner.
+    """
+    if runner.ps.tp_size == 1:
+        return value
+    given = [value]
+    group = runner.tp_group
+    torch.distributed.broadcast_object_list(given, src=group.ranks[0], group=group.cpu_group)
+    return given[0]
+
+
 def least_of_all_ranks(runner: Any, number: int) -> int:
     """The smallest that any rank gives; all ranks of a model runner's group must call it.
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks agree by the least of what they say, also on how much host memory there is."""
+"""Tensor-parallel ranks agree by the least of what they say, also on how much host memory there is, or by what the first one says."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from sglang_neo.host_kv.memory import HostMemory, HostMemoryError
 from sglang_neo.host_kv.pool import HostKVGeometry
 from sglang_neo.hybrid import assemble
-from sglang_neo.ranks import least_of_all_ranks
+from sglang_neo.ranks import from_first_rank, least_of_all_ranks
 
 
 def _run(rank: int, rendezvous: str, work: Callable[[int, Any], Any], count: int, found: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count)
-    group = SimpleNamespace(cpu_group=torch.distributed.group.WORLD)
+    group = SimpleNamespace(cpu_group=torch.distributed.group.WORLD, ranks=list(range(count)))
     found[rank] = work(rank, SimpleNamespace(ps=SimpleNamespace(tp_size=count), tp_group=group))
     torch.distributed.destroy_process_group()
 
@@ -46,8 +46,13 @@ def test_every_rank_gets_the_least(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, 3, lambda rank, runner: least_of_all_ranks(runner, numbers[rank])) == [3, 3, 3]
 
 
+def test_every_rank_gets_what_the_first_one_has(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 3, lambda rank, runner: from_first_rank(runner, {"mine": rank})) == [{"mine": 0}] * 3
+
+
 def test_one_rank_asks_nobody() -> None:
     assert least_of_all_ranks(SimpleNamespace(ps=SimpleNamespace(tp_size=1)), 9) == 9
+    assert from_first_rank(SimpleNamespace(ps=SimpleNamespace(tp_size=1)), "mine") == "mine"
 
 
 #: A page has 2 MiB, as huge pages have: host memory comes in these.

@@ -42,6 +42,8 @@ class HostSide:
     transfer: KVTransfer
     attention: HostAttention
     prefill: HostPrefill
+    #: For deferred steps; ``attention`` itself where there are no others.
+    deferred: DeferredAttention | None
     first_layer: int
 
     def close(self) -> None:
@@ -79,21 +81,25 @@ def host_side(runner: Any) -> HostSide:
     deferred = _deferred_slots(runner, pool)
     workers = _workers(runner)
     common = geometry, pool, workers, str(runner.device), runner.dtype
-    attention: HostAttention
+    attention: HostAttention | None = None
+    with_slots: DeferredAttention | None = None
+    if not deferred or args.neo_mode == "auto":
+        kind = PipelinedAttention if _pipelined(args) else HostAttention
+        attention = kind(*common, runner.req_to_token_pool.size, args.neo_watchdog_timeout)
     if deferred:
         pages -= 1
-        attention = DeferredAttention(
+        with_slots = DeferredAttention(
             *common,
             args.neo_watchdog_timeout,
             slots=deferred,
             hidden_size=runner.model_config.hidden_size,
             spare_page=pages,
             record=args.neo_check_integrity,
+            beside=attention,
         )
-        hook_layers(runner.model, attention)
-    else:
-        kind = PipelinedAttention if _pipelined(args) else HostAttention
-        attention = kind(*common, runner.req_to_token_pool.size, args.neo_watchdog_timeout)
+        hook_layers(runner.model, with_slots)
+        attention = attention or with_slots
+    assert attention is not None
     transfer = KVTransfer(pool, device.k, device.v)
     host_tokens = pages * pool.geometry.page_tokens
     prefill = HostPrefill(
@@ -110,7 +116,7 @@ def host_side(runner: Any) -> HostSide:
         f"KV size: {pool.bytes / (1 << 30):.2f} GB, CPU attention threads: {workers.threads}; "
         f"staging of prompts on the device: #tokens: {prefill.tokens}, {prefill.bytes / (1 << 30):.2f} GB"
     )
-    return HostSide(memory, pool, HostPages(pages), transfer, attention, prefill, layers[0].layer_id)
+    return HostSide(memory, pool, HostPages(pages), transfer, attention, prefill, with_slots, layers[0].layer_id)
 
 
 def _deferred_slots(runner: Any, pool: HostKVPool) -> int:
@@ -134,7 +140,7 @@ def _deferred_slots(runner: Any, pool: HostKVPool) -> int:
 
 def _pipelined(args: Any) -> bool:
     """Whether steps have two lanes; if they were asked for and cannot have them, the reason is logged."""
-    if args.neo_mode not in LANE_MODES:
+    if args.neo_mode not in ("auto", *LANE_MODES):
         return False
     if not args.enable_lora:
         return True

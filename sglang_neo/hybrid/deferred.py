@@ -100,8 +100,9 @@ class DeferredAttention(HostAttention):
         hidden_size: int,
         spare_page: int,
         record: bool = False,
+        beside: HostAttention | None = None,
     ):
-        super().__init__(geometry, pool, workers, device, dtype, slots, timeout_s)
+        super().__init__(geometry, pool, workers, device, dtype, slots, timeout_s, beside)
         self.slots = slots
         self._spare_page = spare_page
         layers, pin = geometry.layers, device.startswith("cuda")
@@ -141,15 +142,16 @@ class DeferredAttention(HostAttention):
     def _raise_done(self) -> None:
         self.flags[:, _DONE, 0] = 1
 
-    def reset(self, timeout_s: float) -> bool:
-        """As HostAttention's. Everybody who was parked is lost."""
-        # Where another rank failed, or a step was refused, workers may be busy with the last step: the device is ahead.
-        if not self.service.wait_epoch(self._taken, timeout_s) or not super().reset(timeout_s):
-            return False
+    def _begin_anew(self) -> None:
+        """Everybody who was parked is lost."""
         self.clear()
         self._answering = 0
         self._raise_done()
-        return True
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last deferred step; 0: there was none since the start, or since a failure."""
+        return self._answering
 
     def clear(self) -> None:
         """Forgets everybody who is parked, in stream order; graphs may be captured then."""

@@ -63,7 +63,9 @@ def host_graph_bytes(args: Any) -> int:
     if args.neo_mode == "gpu-only" or decode.backend != Backend.FULL or gpu_only_reasons(args):
         return 0
     graphs = len(host_row_sizes(decode.bs))
-    if args.neo_mode in LANE_MODES:
+    if args.neo_mode == "auto" and args.neo_deferred_slots:
+        graphs *= 2
+    if args.neo_mode in ("auto", *LANE_MODES):
         graphs += 2 * len(lane_buckets(host_row_sizes(decode.bs, _LANE_STEP), max(decode.bs)))
     return graphs * _GRAPH_BYTES.get(args.attention_backend, _GRAPH_BYTES_ELSE)
 
@@ -79,6 +81,12 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
     def __init__(self, model_runner: Any, **kwargs: Any):
         host = model_runner.neo_host
         self._attention: HostAttention | None = host.attention if host is not None else None
+        #: What graphs with hand-offs are made for, by the label of the set.
+        self._sets: dict[str, HostAttention] = {}
+        if host is not None:
+            self._sets["host-rows"] = host.attention
+            if host.deferred is not None and host.deferred is not host.attention:
+                self._sets["slot-rows"] = host.deferred
         self._selected: str | None = None
         self._metadata: dict[str, dict[str, dict[Any, Any]]] = {}  # of each set, by name of the attribute
         #: Empty: steps with host rows run eagerly.
@@ -89,9 +97,15 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
         self.host_graph_gb = 0.0
         super().__init__(model_runner, **kwargs)
 
-    def host_rows(self) -> contextlib.AbstractContextManager[None]:
-        """While a step with host rows runs, or is captured: it takes the graphs of the second set."""
-        return self._selecting("host-rows", self.host_sizes)
+    def host_rows(self, attention: HostAttention | None = None) -> contextlib.AbstractContextManager[None]:
+        """While a step with host rows runs, or is captured: it takes the graphs of the second set, those with the
+        hand-offs of ``attention`` (default: the host side's own)."""
+        attention = attention or self._attention
+        label = next(label for label, made_for in self._sets.items() if made_for is attention)
+        return self._selecting(label, self._sizes_for(self._sets[label]))
+
+    def _sizes_for(self, attention: HostAttention) -> list[int]:
+        return [size for size in self.host_sizes if size >= attention.least_rows]
 
     def lanes(self, sizes: LaneSizes) -> contextlib.AbstractContextManager[None]:
         """While a step in two lanes runs, or is captured: it takes the graph of these sizes."""
@@ -126,15 +140,16 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
             logger.info(f"sglang_neo: steps with host rows run without CUDA graphs: {reason}")
             return
         before = self._free_memory()
-        sizes = [size for size in self.capture_bs if size >= self._attention.least_rows]
         # Every size where steps are not padded to a larger one.
-        self.host_sizes = sizes if self.disable_padding else host_row_sizes(sizes)
+        self.host_sizes = list(self.capture_bs) if self.disable_padding else host_row_sizes(self.capture_bs)
         # Where SGLang has graphs with and without LoRA kernels, those with them serve both.
         _set_capture_lora_variant("lora" if getattr(self, "record_nolora_graph", False) else None)
         try:
-            with self.host_rows():
-                for size in reversed(self.host_sizes):  # the largest first, as SGLang: the others reuse its memory
-                    self.capture_one_shape(size, self._with_handoffs(size), stream_idx)
+            for attention in self._sets.values():
+                with self.host_rows(attention):
+                    # The largest first, as SGLang: the others reuse its memory.
+                    for size in reversed(self._sizes_for(attention)):
+                        self.capture_one_shape(size, self._with_handoffs(attention, size), stream_idx)
             if isinstance(self._attention, PipelinedAttention):
                 self._capture_lanes(self._attention, stream_idx)
         finally:
@@ -162,16 +177,16 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
         assert self._attention is not None
         if not self._attention.stream.capturable:
             return "stream memory operations are missing"
-        if max(self.capture_bs) < self._attention.least_rows:
-            return f"they have {self._attention.least_rows} rows at least"
+        least = max(attention.least_rows for attention in self._sets.values())
+        if max(self.capture_bs) < least:
+            return f"they have {least} rows at least"
         if not isinstance(self.backend, FullCudaGraphBackend):
             return f"--cuda-graph-backend-decode is not full ({type(self.backend).__name__})"
         return None
 
-    def _with_handoffs(self, size: int) -> Callable[..., Any]:
+    def _with_handoffs(self, attention: HostAttention, size: int) -> Callable[..., Any]:
         """The model's forward for a batch of ``size`` rows, any of which may be host rows."""
-        attention, model = self._attention, self.model_runner.model
-        assert attention is not None
+        model = self.model_runner.model
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Nobody answers while SGLang warms a graph up.

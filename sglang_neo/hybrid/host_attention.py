@@ -30,7 +30,7 @@ from cpu_kernels.cores import NotEnoughCores
 from cpu_kernels.workers import Handoffs, HandoffService, Step, WorkerPool
 from sglang_neo.hybrid.exchange import NO_ROW, exchange_for
 from sglang_neo.hybrid.geometry import AttentionGeometry
-from sglang_neo.hybrid.streams import flag_stream
+from sglang_neo.hybrid.streams import FlagStream, flag_stream
 from sglang_neo.planning.cascade import shared_runs
 from sglang_neo.token_manager import HostRow
 
@@ -91,6 +91,23 @@ class Boxes:
         self._controlled = len(index)
 
 
+class Launches:
+    """The steps given to the workers, one numbering for all ways in which a model runner's steps hand over."""
+
+    def __init__(self, workers: WorkerPool, timeout_s: float):
+        self._timeout_s = timeout_s
+        self.workers = workers
+        self.service = HandoffService(workers, timeout_s)
+        self.epoch = self.taken = 0  # the last step, and the last that the workers took
+        #: What the attention backend hands layers to while a step or a capture is under way.
+        self.current: Emission | None = None
+        self.parts: list[HostAttention] = []
+
+    def renew(self, workers: WorkerPool) -> None:
+        """Other workers take the steps to come; the old ones and their service are closed."""
+        self.workers, self.service, self.taken = workers, HandoffService(workers, self._timeout_s), 0
+
+
 class Lane(NamedTuple):
     """Host rows that are handed over together, layer by layer."""
 
@@ -119,6 +136,7 @@ class HostAttention(Boxes):
         dtype: of the model.
         max_rows: the most host rows that a step can have.
         timeout_s: longest wait on either side.
+        beside: one that steps of other kinds go through, for the same rows and workers; None: there is no other.
     """
 
     def __init__(
@@ -130,20 +148,54 @@ class HostAttention(Boxes):
         dtype: torch.dtype,
         max_rows: int,
         timeout_s: float = 30.0,
+        beside: HostAttention | None = None,
     ):
         super().__init__(geometry, dtype, max_rows, device)
-        self.geometry, self.pool, self.workers = geometry, pool, workers
+        self.geometry, self.pool = geometry, pool
         self._timeout_s = timeout_s
-        self.stream = flag_stream(device, 2 * timeout_s)
+        self.stream: FlagStream = beside.stream if beside is not None else flag_stream(device, 2 * timeout_s)
         self.exchange = exchange_for(device)
         self._spent = CpuTimes(0.0, 0.0)  # by workers and services that are no more
-        self.service = HandoffService(workers, timeout_s)
+        self._launches: Launches = beside._launches if beside is not None else Launches(workers, timeout_s)
+        self._launches.parts.append(self)
         self._handoffs = Handoffs()
         for layer in range(geometry.layers):
             self._handoffs.add(None, *self.flag_addresses(layer), layer=layer)
-        self._epoch = self._taken = 0  # the last step, and the last that the workers took
-        #: What the attention backend hands layers to while a step or a capture is under way.
-        self.current: Emission | None = None
+
+    # -- what is one for all that hand over beside each other -------------------------------------------------
+
+    @property
+    def workers(self) -> WorkerPool:
+        return self._launches.workers
+
+    @property
+    def service(self) -> HandoffService:
+        return self._launches.service
+
+    @property
+    def current(self) -> Emission | None:
+        """What the attention backend hands layers to while a step or a capture is under way."""
+        return self._launches.current
+
+    @current.setter
+    def current(self, emission: Emission | None) -> None:
+        self._launches.current = emission
+
+    @property
+    def _epoch(self) -> int:
+        return self._launches.epoch
+
+    @_epoch.setter
+    def _epoch(self, epoch: int) -> None:
+        self._launches.epoch = epoch
+
+    @property
+    def _taken(self) -> int:
+        return self._launches.taken
+
+    @_taken.setter
+    def _taken(self, epoch: int) -> None:
+        self._launches.taken = epoch
 
     # -- lifetime ---------------------------------------------------------------------------------------------
 
@@ -248,12 +300,21 @@ class HostAttention(Boxes):
     def reset(self, timeout_s: float) -> bool:
         """After a failure, with the device idle: takes steps again. False if a worker is still busy with the old."""
         if self.workers.refusal:
-            return self._renew_workers(timeout_s)
+            if not self._renew_workers(timeout_s):
+                return False
+        # Where another rank failed, or a step was refused, workers may be busy with the last step: the device is ahead.
+        elif not self.service.wait_epoch(self._taken, timeout_s):
+            return False
         try:
             self.service.reset(timeout_s)
         except TimeoutError:
             return False
+        for part in self._launches.parts:
+            part._begin_anew()
         return True
+
+    def _begin_anew(self) -> None:
+        """The service has been reset, and all flags are lowered."""
 
     def _renew_workers(self, timeout_s: float) -> bool:
         """A thread has ended that should not have: all of them go, and others come."""
@@ -261,11 +322,10 @@ class HostAttention(Boxes):
         self._spent = self.cpu_times()
         if not self.service.close(timeout_s) or not self.workers.close(timeout_s):
             return False
-        self.workers = worker_pool(self.workers.threads)
-        self.service = HandoffService(self.workers, self._timeout_s)
-        self._taken = 0
-        for boxes in self._all_boxes:
-            boxes.flags[:, (_READY, _DONE), 0] = 0
+        self._launches.renew(worker_pool(self.workers.threads))
+        for part in self._launches.parts:
+            for boxes in part._all_boxes:
+                boxes.flags[:, (_READY, _DONE), 0] = 0
         return True
 
     @property

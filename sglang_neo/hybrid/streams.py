@@ -8,6 +8,7 @@ they happen at once. Where CUDA lacks them the host waits for the stream instead
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,8 @@ class FlagStream(Protocol):
 
     #: Whether flags can be raised and taken in a CUDA graph.
     capturable: bool
+    #: Seconds that the host has waited for flags, where it does.
+    waited: float
 
     def raise_flag(self, address: int) -> None:
         """Writes 1 when the device has done what is on the current stream; what comes after need not wait for it."""
@@ -44,12 +47,16 @@ class CpuFlagStream:
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
+        self.waited = 0.0
 
     def raise_flag(self, address: int) -> None:
         device_write(address, 1)
 
     def take_flag(self, address: int) -> None:
-        if not device_wait(address, 1, self._timeout_s):
+        begin = time.perf_counter()
+        answered = device_wait(address, 1, self._timeout_s)
+        self.waited += time.perf_counter() - begin
+        if not answered:
             raise HandoffTimeout(f"the CPU workers have not answered a hand-off within {self._timeout_s:g} s")
         device_write(address, 0)
 
@@ -76,6 +83,7 @@ class CudaFlagStream:
     """
 
     capturable = True
+    waited = 0.0
 
     def __init__(self) -> None:
         try:

@@ -78,7 +78,7 @@ def test_a_graph_without_hand_offs_does_not_serve_host_rows(
     with InProcessScheduler("neo", tiny("llama")) as scheduler:
         model_runner = scheduler.scheduler.tp_worker.model_runner
         capture_decode_steps(model_runner, [1, 2, 3, 4], monkeypatch)
-        monkeypatch.setattr(NeoDecodeCudaGraphRunner, "host_rows", lambda self: contextlib.nullcontext())
+        monkeypatch.setattr(NeoDecodeCudaGraphRunner, "host_rows", lambda self, attention: contextlib.nullcontext())
         with pytest.raises(RuntimeError, match="handed over host rows"):
             scheduler.run(random_requests(seed=11, count=3), RandomMoves(seed=4, rate=0.9), check=False)
 
@@ -91,13 +91,18 @@ def test_graphs_that_are_still_to_come_are_kept_out_of_the_kv_pool(monkeypatch: 
 
     def args(decode: PhaseConfig, **more: Any) -> Any:
         config = SimpleNamespace(decode=decode)
-        return SimpleNamespace(**{"cuda_graph_config": config, "neo_mode": "auto", "attention_backend": "x", **more})
+        given = {"neo_mode": "sync", "neo_deferred_slots": 0, "attention_backend": "x", **more}
+        return SimpleNamespace(cuda_graph_config=config, **given)
 
     monkeypatch.setattr(graphs, "gpu_only_reasons", lambda args: [])
     some = PhaseConfig(backend="full", bs=[1, 2, 4, 8])
     assert graphs.host_graph_bytes(args(some)) == 4 * (2 << 20)
     assert graphs.host_graph_bytes(args(some, attention_backend="flashinfer")) > graphs.host_graph_bytes(args(some))
     assert graphs.host_graph_bytes(args(some, neo_mode="gpu-only")) == 0
+    lanes = graphs.host_graph_bytes(args(some, neo_mode="pipelined"))
+    assert lanes > graphs.host_graph_bytes(args(some))
+    assert graphs.host_graph_bytes(args(some, neo_mode="auto")) == lanes
+    assert graphs.host_graph_bytes(args(some, neo_mode="auto", neo_deferred_slots=2)) == lanes + 4 * (2 << 20)
     assert graphs.host_graph_bytes(args(PhaseConfig(backend="disabled"))) == 0
 
     monkeypatch.setattr(KVCacheConfigurator, "_profile_available_bytes", lambda self, before: 100 << 20)
