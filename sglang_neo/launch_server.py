@@ -82,8 +82,14 @@ def _leave_at_once_until(ready: threading.Event, process_exit: processes.Process
     uvicorn.Server.handle_exit = handle  # type: ignore[method-assign]
 
 
-def _check_served_by_neo(server_args: Any, process_exit: processes.ProcessExit, seconds: float = 60) -> None:
-    """Ask the running server what it is; a server without our block would be a silently plain one: stop it."""
+def _check_served_by_neo(
+    server_args: Any, process_exit: processes.ProcessExit, profile_only: bool = False, seconds: float = 60
+) -> None:
+    """Ask the running server what it is; a server without our block would be a silently plain one: stop it.
+
+    Args:
+        profile_only: end the server then; it is an error if it has measured nothing.
+    """
     import requests
 
     key = server_args.admin_api_key or server_args.api_key
@@ -108,6 +114,10 @@ def _check_served_by_neo(server_args: Any, process_exit: processes.ProcessExit, 
             return
         process_exit.fail(f"the server answers without sglang_neo's state (/server_info {answer.status_code})", 1)
     neo = answer.json()["neo"]
+    if profile_only:
+        if neo["planner"] is None:
+            process_exit.fail(f"nothing to measure, the server would run gpu-only: {neo['gpu_only_reason']}", 2)
+        process_exit.exit_now(0)
     logger.info(
         "sglang_neo %s on SGLang %s serves at %s (mode %s, device %s, kernel ISA %s).",
         neo["version"],
@@ -119,11 +129,12 @@ def _check_served_by_neo(server_args: Any, process_exit: processes.ProcessExit, 
     )
 
 
-def serve(server_args: Any, debug: bool = False) -> int:
+def serve(server_args: Any, debug: bool = False, profile_only: bool = False) -> int:
     """Run the server until it is stopped; returns the exit code, or leaves the process with it.
 
     Args:
         debug: raise the error that stops the start, for its traceback.
+        profile_only: stop it as soon as it is ready.
     """
     import sglang.srt.entrypoints.engine as engine
     import sglang.srt.entrypoints.http_server as http_server
@@ -162,7 +173,9 @@ def serve(server_args: Any, debug: bool = False) -> int:
         if server_args.dp_size > 1:
             process_exit.watch_grandchildren()
         # In a thread of its own: with SGLang's warm-up skipped, this is called on the loop that must answer.
-        threading.Thread(target=_check_served_by_neo, args=(server_args, process_exit), daemon=True).start()
+        threading.Thread(
+            target=_check_served_by_neo, args=(server_args, process_exit, profile_only), daemon=True
+        ).start()
 
     try:
         http_server.launch_server(
@@ -190,8 +203,12 @@ def serve(server_args: Any, debug: bool = False) -> int:
         process_exit.remove_leftovers()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 after a clean stop, 1 if the server failed, 2 for bad input, 128+n for a signal."""
+def main(argv: list[str] | None = None, profile_only: bool = False) -> int:
+    """Returns the exit code: 0 after a clean stop, 1 if the server failed, 2 for bad input, 128+n for a signal.
+
+    Args:
+        profile_only: see ``sglang_neo.profile``.
+    """
     argv = sys.argv[1:] if argv is None else argv
     debug = "debug" in argv or "--log-level=debug" in argv
     _on_stop_signals(_leave_at_once)
@@ -221,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     logger.info("Device %s: %s.", choice.device, choice.reason)
     for line in mode_lines(server_args):
         logger.warning("%s.", line)
-    return serve(server_args, debug)
+    return serve(server_args, debug, profile_only)
 
 
 if __name__ == "__main__":

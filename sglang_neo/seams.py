@@ -184,8 +184,12 @@ SEAMS = (
     Seam(
         "sglang.srt.model_executor.forward_batch_info",
         "ForwardBatch",
-        ("input_ids", "positions", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc", "orig_seq_lens"),
-        "slot rows are added to it; the layers read its positions where they stand",
+        (
+            *("input_ids", "positions", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"),
+            *("orig_seq_lens", "extend_num_tokens", "extend_seq_lens", "extend_prefix_lens", "extend_start_loc"),
+            *("extend_seq_lens_cpu", "extend_prefix_lens_cpu", "extend_logprob_start_lens_cpu", "mrope_positions"),
+        ),
+        "slot rows are added to it, and the layers read its positions where they stand; the profile makes its own",
     ),
     Seam(
         "sglang.srt.models.llama",
@@ -470,6 +474,12 @@ SEAMS = (
         "envs.SGLANG_EAGER_INPUT_NO_COPY",
         (),
         "a prompt that is larger than the device pool may be larger than the eager runner's buffers",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.new_token_ratio_tracker",
+        "NewTokenRatioTracker",
+        (),
+        "its current is what admission reserves of the output to come: the planner counts host memory likewise",
     ),
     Seam(
         "sglang.srt.layers.attention.base_attn_backend",

@@ -1,0 +1,1 @@
+"""Measuring the planner's tables on the model runner that will serve."""

@@ -1,0 +1,112 @@
+"""The planner's tables as measured on a real model runner, and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_neo.planning.costs import Costs, Rows
+from sglang_neo.planning.tables import read
+from sglang_neo.profiling import measure, store
+from sglang_neo.profiling.measure import along, sizes_up_to
+from sglang_neo.profiling.trial import TrialError, Trials
+from tests.harness.graphs import capture_decode_steps
+from tests.harness.inprocess import InProcessRunner
+
+Tiny = Callable[..., Path]
+
+if torch.cuda.is_available():
+    pytest.skip("these tests run on the CPU device: set CUDA_VISIBLE_DEVICES=''", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def runner(model_directory: Path) -> Iterator[Any]:
+    from tests.harness.models import tiny_model
+
+    with InProcessRunner("neo", tiny_model("llama", model_directory), neo_mode="auto", page_size=16) as made:
+        yield made.model_runner
+        made.model_runner.neo_close()
+
+
+def test_sizes_are_fine_around_the_steps_of_graphs() -> None:
+    assert sizes_up_to(20) == [1, 2, 4, 8, 16, 20]
+    assert sizes_up_to(24, graphs=[1, 2, 4, 8, 12, 16, 24, 32]) == [1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17, 24]
+
+
+def test_a_line_ends_where_runs_take_too_long() -> None:
+    taken: list[int] = []
+
+    def run(size: int) -> float:
+        taken.append(size)
+        return size * measure.CAP_S / 4
+
+    points = along([1, 2, 4, 8, 16], 100, run, lambda: taken[-1] * measure.CAP_S / 4)
+    assert taken == [1, 2, 4]
+    assert points == pytest.approx({size: size * measure.CAP_S / 4 for size in (1, 2, 4, 8, 16)})
+    assert along([5, 10], 4, run, lambda: 0.0) == {5: 0.0, 10: 0.0}, "nothing that could run"
+
+
+def test_measured_once_then_read(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    table = runner.req_to_token_pool.req_to_token
+    tables = store.tables_for(runner)
+    assert not table.any(), "trials leave no lines behind"
+    assert runner.neo_rows is None and runner.neo_launched is None
+    [path] = (tmp_path / "sglang_neo").glob("profile-*.json")
+    assert read(path) == (store.key_of(runner), tables)
+    # A hundred times the work takes more time. Of differences between times nothing is certain on a busy machine.
+    costs = Costs(tables, runner.neo_host.attention.workers.threads)
+    assert costs.linear(1) > 0 and costs.prefill(64, 0).seconds > 0
+    assert costs.cpu_layer(Rows(4, 200000)) > costs.cpu_layer(Rows(4, 2000)) > 0
+    assert tables.to_host.at(1024) > 0 and tables.to_device.at(1024) > 0
+    assert tables.layers == runner.model_config.num_hidden_layers
+    assert 1e5 < tables.host_bandwidth_copying <= tables.host_bandwidth < 1e13
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "Trials", never)
+        assert store.tables_for(runner) == tables
+        with pytest.raises(AssertionError, match="measured again"):
+            store.tables_for(runner, anew=True)
+    # Another machine's is refused in one line, and replaced.
+    content = json.loads(path.read_text())
+    content["key"]["cpu"] = "another one"
+    path.write_text(json.dumps(content))
+    with caplog.at_level(logging.WARNING):
+        store.tables_for(runner)
+    [line] = [record.message for record in caplog.records if "was measured with" in record.message]
+    assert "another one" in line and "\n" not in line
+    assert read(path)[0] == store.key_of(runner)
+
+
+def test_a_cpu_that_fails_is_no_profile(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = runner.neo_host.attention
+    monkeypatch.setattr(attention, "failure", lambda epoch: "out of order")
+    trials = Trials(runner)
+    with pytest.raises(TrialError, match="out of order"):
+        trials.handoffs(trials.host_rows(2, 100))
+
+
+def test_steps_are_timed_as_they_will_run(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From graphs, here a stand-in for them: those without hand-offs, with them, and in two lanes."""
+    monkeypatch.setattr(runner, "decode_cuda_graph_runner", None)
+    monkeypatch.setattr(runner.neo_host.attention.stream, "capturable", False)
+    backend = capture_decode_steps(runner, [1, 2, 4, 8], monkeypatch)
+    with torch.inference_mode():
+        profile = measure.Profile(Trials(runner))
+        linear, _ = profile._linear()
+        handoff, lane = profile._handoffs(linear, profile._cpu_attention(), runner.model_config.num_hidden_layers)
+    assert {1, 2, 3, 4, 5, 8} <= set(linear.x), "both sides of each graph's size"
+    labels = {key.variant_label for key in backend.replays}
+    assert {None, "host-rows"} < labels and any((label or "").startswith("lane-b-") for label in labels), labels
+    assert all(seconds >= 0 for seconds in handoff.seconds) and lane >= 0
