@@ -26,8 +26,9 @@ LANE_MODES = ("pipelined", "symmetric")
 NeoMode = Literal["auto", "gpu-only", "sync", "pipelined", "symmetric", "deferred"]
 HostKVDtype = Literal["auto", "bfloat16", "float16", "float32", "int8"]
 
-#: Flags whose machinery does not exist yet.
-UNBUILT_FLAGS = ("neo_max_host_tpot", "neo_max_tpot")
+#: Flags of the planner, which mode auto has, and those that it does without.
+PLANNER_FLAGS = ("neo_max_host_tpot", "neo_max_tpot", "neo_profile_anew")
+FIXED_MODE_FLAGS = ("neo_host_prefill_rate",)
 
 #: Flags that only say something about host rows, with the value that means "not given".
 HOST_FLAGS = {
@@ -38,8 +39,9 @@ HOST_FLAGS = {
     "neo_host_prefill_rate": 12.0,
     "neo_cpu_threads": None,
     "neo_deferred_slots": 0,
-    "neo_max_host_tpot": None,
+    "neo_max_host_tpot": 250.0,
     "neo_max_tpot": None,
+    "neo_profile_anew": False,
     "neo_watchdog_timeout": 30.0,
 }
 
@@ -61,7 +63,7 @@ class NeoServerArgs(ServerArgs):
             "in each layer. deferred (APEX): they pass through --neo-deferred-slots, and the CPU has a step for each "
             "layer. pipelined (NEO): they ride in two lanes, and the CPU works for one while the GPU runs the other. "
             "symmetric (FastDecode): the same with every request in host memory from its prompt on, to compare with. "
-            "auto: deferred where slots are given and the model allows it, else sync."
+            "auto: a planner chooses before each step, by times measured at the first start (docs/planner.md)."
         ),
     ] = "auto"
     neo_host_kv_size: A[
@@ -92,7 +94,8 @@ class NeoServerArgs(ServerArgs):
         Arg(
             help="Tokens of prompts that are computed straight into host memory per decode step, on average, while "
             "requests decode from GPU memory. Some 150 take as long as a decode step does, so the default costs those "
-            "requests 8 percent of their speed while such prompts wait. More fills host memory faster."
+            "requests 8 percent of their speed while such prompts wait. More fills host memory faster. Mode auto "
+            "decides without it."
         ),
     ] = 12.0
     neo_cpu_threads: A[
@@ -103,24 +106,31 @@ class NeoServerArgs(ServerArgs):
         int,
         Arg(
             help="Rows of each decode step that requests in host memory pass through in deferred mode: with L layers, "
-            "up to slots * (L + 1) of them, each with a token every L + 1 steps. 0 (for now the default): no deferred "
-            "mode."
+            "up to slots * (L + 1) of them, each with a token every L + 1 steps. Mode auto uses as many as pay. 0 (for "
+            "now the default): no deferred mode."
         ),
     ] = 0
     neo_max_host_tpot: A[
-        float | None,
+        float,
         Arg(
-            help="Longest acceptable time per output token of a request decoded from host memory, in ms. "
-            "Checked, but without effect until there is a planner."
+            help="Longest acceptable time per output token of a request decoded from host memory, in ms, in mode auto. "
+            "Requests of a priority below 0 have no such bound."
         ),
-    ] = None
+    ] = 250.0
     neo_max_tpot: A[
         float | None,
         Arg(
-            help="Longest acceptable time per output token of a request decoded from GPU memory, in ms. "
-            "Checked, but without effect until there is a planner."
+            help="Longest acceptable time per output token of a request decoded from GPU memory, in ms, in mode auto: "
+            "no slower mode is chosen than plain steps are, or than this."
         ),
     ] = None
+    neo_profile_anew: A[
+        bool,
+        Arg(
+            help="Mode auto: measure this machine again, whatever was saved of it (python -m sglang_neo.profile does "
+            "this and nothing else)."
+        ),
+    ] = False
 
     neo_watchdog_timeout: A[
         float,
@@ -225,7 +235,8 @@ def mode_lines(args: NeoServerArgs) -> list[str]:
     reasons = gpu_only_reasons(args)
     if args.neo_mode == "auto" and reasons:
         lines.append(f"--neo-mode auto runs gpu-only: {'; '.join(reasons)}")
-    without_effect = [flag for flag in given_host_flags(args) if reasons or flag in map(flag_name, UNBUILT_FLAGS)]
+    idle = FIXED_MODE_FLAGS if args.neo_mode == "auto" else PLANNER_FLAGS
+    without_effect = [flag for flag in given_host_flags(args) if reasons or flag in map(flag_name, idle)]
     if without_effect:
         lines.append(f"without effect: {', '.join(without_effect)}")
     return lines

@@ -115,6 +115,8 @@ class NeoScheduleBatch(ScheduleBatch):
     neo_lanes: Any = None
     #: Of a part that is a deferred step: ``sglang_neo.hybrid.deferred.DeferredStep``.
     neo_step: Any = None
+    #: What the planner expects of the step: ``sglang_neo.planning.planner.StepPlan``.
+    neo_planned: Any = None
 
     @staticmethod
     def adopt(batch: ScheduleBatch) -> None:
@@ -155,7 +157,7 @@ class NeoScheduleBatch(ScheduleBatch):
             index: ascending; none give a batch without rows, which can be run all the same.
         """
         part = copy.copy(self)
-        part.neo_in_parts, part.neo_whole = False, self
+        part.neo_in_parts, part.neo_whole, part.neo_step, part.neo_planned = False, self, None, None
         part.sampling_info = copy.copy(self.sampling_info)
         orchestrator = part.sampling_info.penalizer_orchestrator = copy.copy(self.sampling_info.penalizer_orchestrator)
         orchestrator.batch = part

@@ -1,19 +1,25 @@
-"""Which mode a load gets and why: ``python -m sglang_neo.explain PROFILE --device-rows 12 --host-rows 64``.
+"""Which mode a load gets and why: ``python -m sglang_neo.explain PROFILE --device-rows 12 --host-rows 64``, or
+``python -m sglang_neo.explain http://HOST:PORT`` for what a server has to do now.
 
-Reads a profile (planning/tables.py) of any machine; needs neither a GPU nor SGLang.
+Reads a profile (planning/tables.py) of any machine, or asks a server in mode auto for its tables, for what it has
+learnt since, and for its requests. Needs neither a GPU nor SGLang.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sglang_neo.planning import inequalities as q
-from sglang_neo.planning.costs import MODES, Costs, Rows
+from sglang_neo.planning.costs import MODES, Corrections, Costs, Rows
 from sglang_neo.planning.planner import Choice, Limits, State, compare
-from sglang_neo.planning.tables import Key, ProfileError, Tables, read
+from sglang_neo.planning.tables import Key, ProfileError, Tables, read, tables_of
 
 
 def terms(costs: Costs, device: Rows, mean_tokens: float, host_rows: int) -> q.Terms:
@@ -33,13 +39,14 @@ def terms(costs: Costs, device: Rows, mean_tokens: float, host_rows: int) -> q.T
     )
 
 
-def explain(tables: Tables, limits: Limits, state: State) -> list[str]:
+def explain(tables: Tables, limits: Limits, state: State, corrections: Corrections | None = None) -> list[str]:
     """Lines for people. ``state`` must have device rows and host rows."""
-    costs = Costs(tables, limits.threads)
+    corrections = corrections or Corrections()
+    costs = Costs(tables, limits.threads, corrections)
     device = Rows(len(state.device_rows), sum(state.device_rows))
     resident = len(state.host_rows)
     mean = sum(state.host_rows) / resident
-    choices = compare(state, limits, tables)
+    choices = compare(state, limits, tables, corrections)
     best = max(choices, key=lambda choice: choice.rate)
     t = terms(costs, device, mean, resident)
     lines = [
@@ -83,9 +90,59 @@ def _bound(what: str, bounds: Mapping[str, float]) -> str:
     return f"{what}: {', '.join(f'{name} {value:.3g}' for name, value in bounds.items())}; bound by: {least}"
 
 
+def explain_server(planner: Mapping[str, Any]) -> list[str]:
+    """The same for what a server has to do now.
+
+    Args:
+        planner: of the ``neo`` block of its ``/server_info``. Raises ProfileError if its tables are none.
+    """
+    corrections, guard, counters = Corrections(**planner["corrections"]), planner["guard"], planner["counters"]
+    limits = Limits(**{**planner["limits"], "modes": tuple(planner["limits"]["modes"])})
+    device, host, waiting = planner["device_rows"], planner["host_rows"], planner["waiting"]
+    factors = ", ".join(f"{name} {factor:.2f}" for name, factor in planner["corrections"].items())
+    lines = [
+        f"mode {planner['mode']}; {len(device)} device rows, {len(host)} host rows, {waiting} requests waiting",
+        f"measured over profiled times: {factors}; steps are predicted to {planner['error']:.1%}",
+        f"{counters['changes']} changes of mode; the CPU was left out {counters['pauses']} times"
+        + (f", and is for {guard['pause_left']} more steps" if guard["pause_left"] else ""),
+    ]
+    if not device or not (host or waiting):
+        return [*lines, "nothing to compare: that takes device rows, and host rows or requests that wait"]
+    if not host:
+        lines.append("as if the requests that wait were host rows, as long as the device's are:")
+        host = [sum(device) // len(device)] * waiting
+    state = State(
+        device_rows=tuple(device),
+        host_rows=tuple(host),
+        waiting=(),
+        device_free=planner["device_free"],
+        host_free=planner["host_free"],
+    )
+    return [*lines, "", *explain(tables_of(planner["tables"]), limits, state, corrections)]
+
+
+def _ask(url: str) -> Mapping[str, Any]:
+    """The planner's part of a server's state. Raises ProfileError if there is none."""
+    key = os.environ.get("SGLANG_API_KEY")
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/server_info", headers={"Authorization": f"Bearer {key}"} if key else {}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            info = json.load(answer)
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"{url} does not answer as a server would: {error}") from None
+    neo = info.get("neo") if isinstance(info, dict) else None
+    if not neo or not neo.get("planner"):
+        why = f"it runs in mode {neo['active_mode']}" if neo else "it is not one of ours"
+        raise ProfileError(f"the server at {url} has no planner: {why}")
+    planner: Mapping[str, Any] = neo["planner"]
+    return planner
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sglang_neo.explain", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("profile", type=Path)
+    parser.add_argument("profile", help="a file of python -m sglang_neo.profile, or the URL of a server in mode auto")
     parser.add_argument("--device-rows", type=int, default=16)
     parser.add_argument("--host-rows", type=int, default=64, help="in host memory, or waiting and able to go there")
     parser.add_argument("--tokens", type=int, default=1000, help="KV tokens of a row (default 1000)")
@@ -103,11 +160,18 @@ def _heading(key: Key) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    if args.profile.startswith(("http://", "https://")):
+        try:
+            print("\n".join(explain_server(_ask(args.profile))))
+        except ProfileError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return 0
     if args.device_rows < 1 or args.host_rows < 1 or args.tokens < 1:
         print("error: rows and tokens must be at least 1", file=sys.stderr)
         return 2
     try:
-        key, tables = read(args.profile)
+        key, tables = read(Path(args.profile))
     except ProfileError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,10 +8,11 @@ import time
 from bisect import bisect_left
 from collections import Counter as Multiset
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sglang_neo.hybrid.host_attention import CpuTimes
+from sglang_neo.planner_bridge import PlannerBridge
 from sglang_neo.recovery import LaunchedHostRows, Recovery
 from sglang_neo.token_manager import NeoTokenManager, host_row
 
@@ -48,6 +49,7 @@ class NeoMetrics:
         labels: of SGLang's metrics in this process, None to publish nothing.
         log_interval: decode steps between log lines; 0: none.
         recovery: counts failures of the CPU side; None without host rows.
+        planner: None where the mode is fixed.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class NeoMetrics:
         labels: Mapping[str, str] | None,
         log_interval: int,
         recovery: Recovery | None = None,
+        planner: PlannerBridge | None = None,
     ):
-        self._recovery = recovery
+        self._recovery, self._planner = recovery, planner
         self.counters = StepCounters()
         self._manager, self._cpu_times = manager, cpu_times
         self._log_interval = log_interval
@@ -108,6 +111,8 @@ class NeoMetrics:
         self._tokens_since_log += host
         if self._published is not None:
             self._published.update(self.counters, self._manager, self.cpu_times() if launched else None, self._recovery)
+            if self._planner is not None:
+                self._published.update_planner(self._planner)
         if self._log_interval and self._steps_since_log >= self._log_interval:
             self._log(len(self._manager.host_rows()))
 
@@ -179,6 +184,16 @@ class _Published:
         self._evictable = gauge("neo_host_cache_evictable_tokens", "Of them, those that no running request holds.")
         self._total = gauge("neo_host_kv_total_tokens", "Tokens that host KV can hold.")
         self._running = gauge("neo_host_running_reqs", "Running requests whose KV is in host memory.")
+        self._changes = counter("neo_mode_changes_total", "Changes of the mode of decode steps.").labels(**labels)
+        self._pauses = counter("neo_cpu_pauses_total", "Times that the CPU was left out for a while.").labels(**labels)
+        self._closed = gauge("neo_cpu_paused", "1 while the CPU gets no work.")
+        self._error = gauge("neo_step_time_error", "Mean relative error of predicted step times, of late.")
+        self._correction = Gauge(
+            "sglang:neo_table_correction",
+            "Measured over profiled times, by table.",
+            labelnames=[*names, "table"],
+            multiprocess_mode="mostrecent",
+        )
         self._labels = dict(labels)
         self._seen: dict[str, float] = {}
 
@@ -211,6 +226,14 @@ class _Published:
         self._add("evicted", self._evicted, manager.host_cache_counters.evicted_tokens)
         self._total.set(usage.total_tokens)
         self._running.set(len(manager.host_rows()))
+
+    def update_planner(self, planner: PlannerBridge) -> None:
+        self._add("changes", self._changes, planner.counters.changes)
+        self._add("pauses", self._pauses, planner.counters.pauses)
+        self._closed.set(planner.memory.guard.closed)
+        self._error.set(planner.error)
+        for table, factor in asdict(planner.memory.corrections).items():
+            self._correction.labels(**self._labels, table=table).set(factor)
 
     def observe_interval(self, kind: str, seconds: float, count: int) -> None:
         """As SGLang's ``observe_inter_token_latency``: many at once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,10 +24,11 @@ from sglang_neo import token_manager
 from sglang_neo.host_kv import limits
 from sglang_neo.hybrid import assemble
 from sglang_neo.hybrid.backend import hide_host_rows, make_hybrid
-from sglang_neo.hybrid.deferred import DeferredAttention, DeferredEmission, DeferredStep, rows_of_output
-from sglang_neo.hybrid.host_attention import StepRefused
+from sglang_neo.hybrid.deferred import DeferredEmission, DeferredStep, rows_of_output
+from sglang_neo.hybrid.host_attention import HostAttention, StepRefused
 from sglang_neo.hybrid.parity import check_parity
 from sglang_neo.hybrid.pipelined import Lanes, LaneSizes, PipelinedAttention, lay_out
+from sglang_neo.planning.correction import Measured
 from sglang_neo.planning.lanes import lane_a
 from sglang_neo.recovery import LaunchedHostRows
 from sglang_neo.refusals import gpu_only_reasons
@@ -157,9 +159,9 @@ class NeoModelRunner(ModelRunner):
         if self.neo_host is not None:
             host = self.neo_host
             make_hybrid(self.attn_backend, host.attention, host.prefill, host.first_layer)
-            if isinstance(host.attention, DeferredAttention):
+            if host.deferred is not None:
                 try:
-                    check_parity(self, host.attention)
+                    check_parity(self, host.deferred)
                 except Exception:
                     self.neo_close()
                     raise
@@ -193,7 +195,7 @@ class NeoModelRunner(ModelRunner):
         hide_host_rows(forward_batch, attention.host_row_index(), torch.tensor(rows.index))
         if refused is not None:
             return super().forward(forward_batch, *args, **kwargs)
-        with self._graphs_with_handoffs(), attention.emitting(len(rows.reqs)) as layers:
+        with self._graphs_with_handoffs(attention), attention.emitting(len(rows.reqs)) as layers:
             output = super().forward(forward_batch, *args, **kwargs)
         # A graph has its hand-offs in it; else each layer's attention must have come by.
         if layers.received != (0 if output.can_run_graph else attention.geometry.layers):
@@ -303,8 +305,8 @@ class NeoModelRunner(ModelRunner):
 
     def _forward_deferred(self, forward_batch: Any, step: DeferredStep, *args: Any, **kwargs: Any) -> Any:
         assert self.neo_host is not None and forward_batch.forward_mode.is_decode()
-        attention = self.neo_host.attention
-        assert isinstance(attention, DeferredAttention)
+        attention = self.neo_host.deferred
+        assert attention is not None
         self.neo_host.transfer.settle()
         refused, epoch = None, 0
         try:
@@ -316,7 +318,7 @@ class NeoModelRunner(ModelRunner):
         if refused is not None:
             output = super().forward(whole, *args, **kwargs)
         else:
-            with self._graphs_with_handoffs(), attention.emitting(attention.slots) as layers:
+            with self._graphs_with_handoffs(attention), attention.emitting(attention.slots) as layers:
                 output = super().forward(whole, *args, **kwargs)
             assert isinstance(layers, DeferredEmission)
             expected = 0 if output.can_run_graph else attention.geometry.layers
@@ -362,11 +364,11 @@ class NeoModelRunner(ModelRunner):
             self.prefill_cuda_graph_runner = runner
 
     @contextlib.contextmanager
-    def _graphs_with_handoffs(self) -> Iterator[None]:
-        """For a forward with host rows: the graphs that have hand-offs in them, or none."""
+    def _graphs_with_handoffs(self, attention: HostAttention) -> Iterator[None]:
+        """For a forward with host rows: the graphs that have its hand-offs in them, or none."""
         runner = self.decode_cuda_graph_runner
         if getattr(runner, "host_sizes", None):
-            with runner.host_rows():
+            with runner.host_rows(attention):
                 yield
             return
         self.decode_cuda_graph_runner = None  # SGLang then runs eagerly
@@ -384,6 +386,45 @@ class NeoModelRunner(ModelRunner):
         """Ends the CPU workers and gives host memory back; harmless to repeat."""
         if self.neo_host is not None:
             self.neo_host.close()
+
+
+class StepSpan:
+    """What a step took, by the device's own clock where that is not the host's; on the CPU device with its waits for
+    the workers, and what these did meanwhile."""
+
+    def __init__(self, runner: NeoModelRunner):
+        self._cuda = str(runner.device).startswith("cuda")
+        self._attention = runner.neo_host.attention if runner.neo_host is not None else None
+        self._before = self._account()
+        self._begin: Any = self._now()
+        self._end: Any = None
+        self._after = self._before
+
+    def _account(self) -> tuple[float, float]:
+        """Seconds that the device has waited and that hand-offs were in hand, since the start."""
+        if self._cuda or self._attention is None:
+            return 0.0, 0.0
+        return self._attention.stream.waited, self._attention.service.status().answer_ns / 1e9
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self) -> None:
+        self._end = self._now()
+        self._after = self._account()
+
+    def measured(self, before: StepSpan | None) -> Measured:
+        """Counted from the end of the step ``before`` it, if that is given. To be asked once its results are there."""
+        begin = self._begin if before is None else before._end
+        if self._cuda:
+            self._end.synchronize()
+            return Measured(float(begin.elapsed_time(self._end)) / 1e3)
+        wait, cpu = (after - was for after, was in zip(self._after, self._before, strict=True))
+        return Measured(float(self._end - begin), wait, cpu)
 
 
 class NeoTpModelWorker(TpModelWorker):
@@ -416,8 +457,11 @@ class NeoTpModelWorker(TpModelWorker):
         runner.neo_step, runner.neo_launched = step, None
         part, self.neo_beside = self.neo_beside, None
         runner.neo_beside = beside = self._beside(part) if part is not None else None
+        span = StepSpan(runner)
         result = super().forward_batch_generation(batch, *args, **kwargs)
-        result.neo_launched = runner.neo_launched
+        span.end()
+        result.neo_launched, result.neo_span = runner.neo_launched, span
+        result.neo_planned = getattr(batch, "neo_planned", None)
         if batch is not None and batch.forward_mode.is_decode():
             captured, rows = result.can_run_cuda_graph, len(batch.reqs)
             result.neo_eager = runner.neo_eager_reason(captured, result.neo_launched, rows)

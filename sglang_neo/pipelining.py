@@ -38,6 +38,21 @@ class Decoded(NamedTuple):
     result: Any  # SGLang's
 
 
+def lanes_of(batch: Any, buckets: Sequence[tuple[int, int]]) -> Lanes | None:
+    """Who of a decode batch rides where; None: one lane is better.
+
+    Args:
+        buckets: rows of both lanes where steps run from graphs; none: any number will do.
+    """
+    rows = {i: row.tokens for i, req in enumerate(batch.reqs) if (row := host_row(req)) is not None}
+    on_host = list(rows)
+    in_b = second_lane(list(rows.values()), len(batch.reqs), buckets)
+    if in_b == 0:
+        return None
+    device = [i for i in range(len(batch.reqs)) if i not in rows]
+    return Lanes([*device, *on_host[:-in_b]], on_host[-in_b:])
+
+
 class Pipelining:
     """Owned by the scheduler. What it decides on is the same in all tensor-parallel ranks, or agreed on.
 
@@ -102,18 +117,12 @@ class Pipelining:
 
     def _lanes(self, batch: Any) -> Lanes | None:
         """Who rides where; None: one lane is better."""
-        rows = {i: row.tokens for i, req in enumerate(batch.reqs) if (row := host_row(req)) is not None}
-        on_host = list(rows)
-        buckets = self._scheduler.tp_worker.model_runner.neo_lane_buckets
-        in_b = second_lane(list(rows.values()), len(batch.reqs), buckets)
-        if in_b == 0:
-            if len(rows) > 1:
-                if not self.no_graph:
-                    logger.info(f"sglang_neo: steps run in one lane: no graph in two for {len(batch.reqs)} rows")
-                self.no_graph += 1
-            return None
-        device = [i for i in range(len(batch.reqs)) if i not in rows]
-        return Lanes([*device, *on_host[:-in_b]], on_host[-in_b:])
+        lanes = lanes_of(batch, self._scheduler.tp_worker.model_runner.neo_lane_buckets)
+        if lanes is None and sum(host_row(req) is not None for req in batch.reqs) > 1:
+            if not self.no_graph:
+                logger.info(f"sglang_neo: steps run in one lane: no graph in two for {len(batch.reqs)} rows")
+            self.no_graph += 1
+        return lanes
 
     # -- measuring --------------------------------------------------------------------------------------------
 

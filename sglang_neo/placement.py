@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from sglang_neo.planning.metering import Meter
 from sglang_neo.planning.placement import Row, Rules, pause_after, to_device, to_exchange, to_host
-from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
+from sglang_neo.token_manager import HostRow, NeoTokenManager, host_row, keeps_device_kv
 
 
 def _device_rows(batch: Any) -> int:
@@ -30,8 +30,14 @@ class Placement:
         self.rules = rules or Rules()
         self._manager: NeoTokenManager = scheduler.token_to_kv_pool_allocator.token_manager
         self._step = 0
+        #: Host rows whose prompt was in the step launched last, and what it did of it.
+        self._prefilling: list[tuple[HostRow, Any]] = []
         self._last_departure = -self.rules.cooldown_steps
         self._paused_until = 0
+        #: Of prompts that the planner lets the host have in this step; None: the meter decides.
+        self.planned_tokens: int | None = None
+        #: Whether rows come back by these rules; not where the planner says who does.
+        self.returns = True
         host = scheduler.tp_worker.model_runner.neo_host
         self.attention = host.attention if host is not None else None
         self.staging_bytes = host.prefill.bytes if host is not None else 0
@@ -44,10 +50,16 @@ class Placement:
     def begin_step(self, last_batch: Any) -> None:
         """``last_batch``: SGLang's, the step launched before."""
         self._step += 1
+        for prefilled, part in self._prefilling:  # its result has been processed by now
+            if prefilled.part is part:
+                prefilled.part = None
+        self._prefilling = []
         if last_batch is not None and last_batch.forward_mode.is_extend():
             for req in last_batch.reqs:
-                if host_row(req) is not None:
+                row = host_row(req)
+                if row is not None:
                     self._manager.prefill_launched(req)
+                    self._prefilling.append((row, row.part))
         if self._scheduler.server_args.neo_check_integrity:
             self._manager.audit()
 
@@ -61,6 +73,10 @@ class Placement:
     def paused(self) -> bool:
         """Whether the CPU side is given a rest after a failure."""
         return self._step < self._paused_until
+
+    @property
+    def steps_since_departure(self) -> int:
+        return self._step - self._last_departure
 
     @property
     def _open(self) -> bool:
@@ -95,12 +111,14 @@ class Placement:
 
     def host_prefill_is_due(self, batch: Any) -> bool:
         """Whether a prefill to the host would not hold up the device rows of ``batch`` more than it may."""
-        return self.meter.open(_device_rows(batch))
+        return self.planned_tokens > 0 if self.planned_tokens is not None else self.meter.open(_device_rows(batch))
 
     def host_step_tokens(self, batch: Any) -> int | None:
         """Tokens of such a step at most; None: as many as SGLang gives one."""
         aligned = self._scheduler.truncation_align_size is not None  # chunks of a size of its own
-        return self.meter.step_tokens if _device_rows(batch) and not aligned else None
+        if aligned or not _device_rows(batch):
+            return None
+        return self.meter.step_tokens if self.planned_tokens is None else max(self.planned_tokens, Meter.LEAST_AT_ONCE)
 
     def after_host_admission(self, batch: Any) -> None:
         """``batch``: of prompts that go to the host, prepared; None if the host had no room for the first."""
@@ -130,7 +148,7 @@ class Placement:
         if _device_rows(batch):
             self.meter.decoded()
         needed = batch.new_tokens_required_next_decode()
-        if self._device_free() < needed:
+        if self.device_free() < needed:
             rows = _device_rows(batch)
             # In a pause SGLang retracts; the last row it would abort.
             if self._open or rows == 1:
@@ -141,7 +159,7 @@ class Placement:
     def _make_room(self, batch: Any, needed: int, partly: bool) -> bool:
         """Moves the newest rows out until ``needed`` tokens are free on the device; whether any row moved."""
         moved = False
-        while (missing := needed - self._device_free()) > 0:
+        while (missing := needed - self.device_free()) > 0:
             rows = self._rows(batch, self._may_leave)
             leaving = to_host(rows, missing, self._manager.host_available(), partly=partly)
             if not any([self.move_to_host(batch.reqs[index]) for index in leaving]):
@@ -164,15 +182,15 @@ class Placement:
     # -- back to the device -----------------------------------------------------------------------------------
 
     def _may_return_now(self) -> bool:
-        if self.all_on_host or self._scheduler.waiting_queue:
+        if self.all_on_host or not self.returns or self._scheduler.waiting_queue:
             return False
-        return self._step - self._last_departure >= self.rules.cooldown_steps
+        return self.steps_since_departure >= self.rules.cooldown_steps
 
     def _return(self, batch: Any) -> None:
-        rows = self._rows(batch, self._may_return)
+        rows = self._rows(batch, self.may_return)
         if not rows:
             return
-        free = self._device_free()
+        free = self.device_free()
         returning = to_device(rows, _device_rows(batch), free, self._page, self.rules)
         if not returning and self._ranked and self._open:
             device_rows = self._rows(batch, self._may_leave)
@@ -219,7 +237,7 @@ class Placement:
         lower = [dataclasses.replace(row, device_tokens=row.device_tokens + growth[row.index]) for row in lower]
         prompt = len(first.origin_input_ids) + len(first.output_ids)
         needed = self._device_footprint(prompt + answer(first)) + self._page + sum(growth.values())
-        leaving = to_host(lower, needed - self._device_free(), self._manager.host_available(), partly=False)
+        leaving = to_host(lower, needed - self.device_free(), self._manager.host_available(), partly=False)
         for index in leaving:
             self.move_to_host(batch.reqs[index])
 
@@ -253,7 +271,8 @@ class Placement:
     def _device_footprint(self, tokens: int) -> int:
         return self._manager.device_footprint(tokens)
 
-    def _device_free(self) -> int:
+    def device_free(self) -> int:
+        """Tokens of the device pool that are free or can be evicted."""
         scheduler = self._scheduler
         return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
 
@@ -267,7 +286,7 @@ class Placement:
                 found.append(Row(index, *sizes, self.rank(req)))
         return found
 
-    def _may_return(self, req: Any) -> bool:
+    def may_return(self, req: Any) -> bool:
         """Not a request whose prefill may be in flight: SGLang's processing of it depends on where the request is."""
         row = host_row(req)
         return row is not None and row.part is None

@@ -36,6 +36,8 @@ class NeoRadixCache(RadixCache):
 
     token_manager: NeoTokenManager
     stream_of_forwards: StreamOfForwards
+    #: Whether to copy a hit to the device: asked for new tokens, tokens before them, and those of them that were hit.
+    loading_back_pays: Callable[[int, int, int], bool] | None = None
     #: Prefixes that end in the leaves evicted so far, while ``evict`` runs.
     _leaving: list[tuple[RadixKey, torch.Tensor, int]]
 
@@ -57,7 +59,10 @@ class NeoRadixCache(RadixCache):
                 device_indices=tokens, last_device_node=node, last_host_node=node, best_match_node=node
             )
         host = self.token_manager.host_hit(params.key) // self.page_size * self.page_size
-        return result._replace(host_hit_length=max(0, host - device))
+        hit = max(0, host - device)
+        if hit and self.loading_back_pays and not self.loading_back_pays(len(params.key) - device, device, hit):
+            hit = 0
+        return result._replace(host_hit_length=hit)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """As SGLang's, and what is evicted goes on in host memory where there is room.

@@ -15,15 +15,17 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from cpu_kernels import choose_isa
 from sglang_neo import __version__, batching, seams
+from sglang_neo.args import LANE_MODES
 from sglang_neo.batching import NeoScheduleBatch
 from sglang_neo.deferral import Deferral
-from sglang_neo.hybrid.deferred import DeferredAttention
 from sglang_neo.hybrid.pipelined import PipelinedAttention
 from sglang_neo.metrics import NeoMetrics
 from sglang_neo.model_runner import NeoTpModelWorker
 from sglang_neo.pipelining import Pipelining
 from sglang_neo.placement import Placement
-from sglang_neo.prefix_cache import add_host_cache
+from sglang_neo.planner_bridge import PlannerBridge, limits_of
+from sglang_neo.prefix_cache import NeoRadixCache, add_host_cache
+from sglang_neo.profiling.store import tables_for
 from sglang_neo.recovery import Recovery
 from sglang_neo.timeline import extend_profiler
 from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
@@ -60,19 +62,31 @@ class NeoScheduler(Scheduler):
         self.placement = Placement(self)
         add_host_cache(self.tree_cache, self.token_manager, self.placement.stream_of_forwards)
         attention, collector = self.placement.attention, self.metrics_collector
+        runner = self.tp_worker.model_runner
         self.recovery = (
             Recovery(self, attention, self.placement.pause, self.token_manager.steps_over)
             if attention is not None
             else None
         )
+        host = runner.neo_host
         self.deferral = (
-            Deferral(self, attention, self.token_manager, self.placement.rank)
-            if isinstance(attention, DeferredAttention)
+            Deferral(self, host.deferred, self.token_manager, self.placement.rank)
+            if host is not None and host.deferred is not None
             else None
         )
         self.pipelining = (
-            Pipelining(self, attention, self.token_manager) if isinstance(attention, PipelinedAttention) else None
+            Pipelining(self, attention, self.token_manager)
+            if isinstance(attention, PipelinedAttention) and self.server_args.neo_mode in LANE_MODES
+            else None
         )
+        #: None: the mode is fixed, or there are no host rows.
+        self.planner: PlannerBridge | None = None
+        if attention is not None and self.server_args.neo_mode == "auto":
+            tables = tables_for(runner, anew=self.server_args.neo_profile_anew)
+            limits = limits_of(self, attention, self.placement.rules, self.deferral)
+            self.planner = PlannerBridge(self, tables, limits, self.placement, self.deferral)
+            if isinstance(self.tree_cache, NeoRadixCache):
+                self.tree_cache.loading_back_pays = self.planner.loading_back_pays
         if attention is not None:
             extend_profiler(self.profiler_manager, attention)
         self.neo_metrics = NeoMetrics(
@@ -81,6 +95,7 @@ class NeoScheduler(Scheduler):
             collector.labels if collector is not None else None,
             self.server_args.decode_log_interval if self.ps.tp_rank == 0 else 0,
             self.recovery,
+            self.planner,
         )
 
     def init_tp_model_worker(self) -> None:
@@ -115,8 +130,17 @@ class NeoScheduler(Scheduler):
             self.recovery.restart(running_batch)
             if self.deferral is not None:
                 self.deferral.clear()
+        if self.planner is not None:
+            self.planner.begin_step()
         plan = super().get_next_batch_to_run(running_batch, last_batch)
-        if self.deferral is not None and plan.batch_to_run is plan.running_batch:  # decode: prefills are other batches
+        decodes = plan.batch_to_run is not None and plan.batch_to_run is plan.running_batch
+        if self.planner is not None:
+            if decodes:
+                plan.batch_to_run = self.planner.part(plan.running_batch)
+            elif plan.batch_to_run is not None:
+                self.planner.prefilling(plan.batch_to_run)
+            self.planner.launching(plan.batch_to_run)
+        elif decodes and self.deferral is not None:
             plan.batch_to_run = self.deferral.next_part(plan.running_batch, self.placement.paused)
         if self.pipelining is not None:
             if plan.batch_to_run is plan.running_batch:
@@ -127,6 +151,8 @@ class NeoScheduler(Scheduler):
 
     def _get_new_batch_prefill_raw(self, *, prefill_delayer_single_pass: Any, running_batch: Any) -> Any:
         NeoScheduleBatch.adopt(running_batch)
+        if self.planner is not None and not self.planner.before_admission(running_batch):
+            return None, running_batch
         with self._without_host_chunk() as host_chunk:
             batch = None
             if self.placement.device_takes_prompts():
@@ -168,7 +194,7 @@ class NeoScheduler(Scheduler):
     def update_running_batch(self, batch: Any) -> Any:
         NeoScheduleBatch.adopt(batch)
         before = batch.batch_size()
-        batch.neo_in_parts = self.deferral is not None or self.pipelining is not None
+        batch.neo_in_parts = any(part is not None for part in (self.deferral, self.pipelining, self.planner))
         if self.deferral is not None:
             self.deferral.finish_aborted(batch)
         batch.filter_batch()
@@ -176,6 +202,8 @@ class NeoScheduler(Scheduler):
             batch.batch_is_full = False
         if not batch.is_empty():
             self.placement.before_decode(batch)
+            if self.planner is not None:
+                self.planner.before_decode(batch)
         return super().update_running_batch(batch)
 
     def init_req_max_new_tokens(self, req: Any) -> None:
@@ -222,11 +250,13 @@ class NeoScheduler(Scheduler):
             super().process_batch_result(batch, result)
         if self.deferral is not None:
             self.deferral.processed(result)
+        if self.planner is not None:
+            self.planner.processed(result)
 
     def get_num_allocatable_reqs(self, running_bs: int) -> int:
         """SGLang's, less slot rows that no host row has: a deferred step has them in its batch all the same."""
         res: int = super().get_num_allocatable_reqs(running_bs)
-        if self.deferral is not None:
+        if self.deferral is not None and self.planner is None:
             res -= max(0, self.deferral.slots - len(self.token_manager.host_rows()))
         return res
 
@@ -236,6 +266,8 @@ class NeoScheduler(Scheduler):
     def active_mode(self) -> str:
         if not self.token_manager.has_host:
             return "gpu-only"
+        if self.planner is not None:
+            return "auto"
         if self.deferral is not None:
             return "deferred"
         if self.pipelining is None:
@@ -283,6 +315,7 @@ class NeoScheduler(Scheduler):
             if self.pipelining is not None
             else None,
             "steps_behind_total": self.deferral.counters.behind if self.deferral is not None else 0,
+            "planner": self.planner.report() if self.planner is not None else None,
             "cpu_seconds": {"busy": cpu.busy, "wait": cpu.wait},
             "awaited": {"handoffs": cpu.awaited_handoffs, "seconds": cpu.awaited},
         }

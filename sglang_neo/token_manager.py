@@ -70,7 +70,7 @@ class HostRow:
     node: Any = None
     #: The copy that brings the KV here, until it is known to be over (``sglang_neo.host_kv.transfer.Transfer``).
     arrival: Any = None
-    #: What the last prefill step does of its prompt; None from the first decode step on.
+    #: What the last prefill step does of its prompt; None once that is over.
     part: PromptPart | None = None
     #: Number of the last step in lanes in which it had a token (pipelined mode); until then, in which it first waited.
     turn: int | None = None

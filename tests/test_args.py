@@ -137,11 +137,17 @@ def test_defaults(tiny: Tiny) -> None:
 def test_flags_on_the_command_line(tiny: Tiny) -> None:
     args = parse(
         *("--model-path", str(tiny("llama")), "--max-total-tokens", "640", "--neo-host-kv-size", "0.25"),
-        *("--neo-cpu-threads=1", "--neo-host-kv-dtype", "float16", "--neo-max-host-tpot", "250"),
+        *("--neo-cpu-threads=1", "--neo-host-kv-dtype", "float16", "--neo-max-host-tpot", "90"),
     )
     assert (args.neo_host_kv_size, args.neo_cpu_threads, args.neo_host_kv_dtype) == (0.25, 1, "float16")
-    assert (args.neo_max_host_tpot, args.neo_max_tpot, args.max_total_tokens) == (250.0, None, 640)
-    assert mode_lines(args) == ["without effect: --neo-max-host-tpot"]
+    assert (args.neo_max_host_tpot, args.neo_max_tpot, args.max_total_tokens) == (90.0, None, 640)
+    assert mode_lines(args) == []
+
+
+def test_flags_of_the_planner_and_of_fixed_modes(tiny: Tiny) -> None:
+    model = ("--model-path", str(tiny("llama")), "--neo-max-tpot", "9", "--neo-host-prefill-rate", "5")
+    assert mode_lines(parse(*model)) == ["without effect: --neo-host-prefill-rate"]
+    assert mode_lines(parse(*model, "--neo-mode", "sync")) == ["without effect: --neo-max-tpot"]
 
 
 def test_gpu_only_asked_for_needs_no_explanation(tiny: Tiny) -> None:

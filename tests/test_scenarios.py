@@ -62,7 +62,7 @@ def test_after_a_crowd_the_device_alone_serves_again(tiny: Tiny, alone: Any, mod
         nonlocal fullest
         tail.append(len(scheduler.token_manager.host_rows()))
         usage = scheduler.token_manager.device_usage()
-        fullest = max(fullest, usage.total_tokens - scheduler.placement._device_free())
+        fullest = max(fullest, usage.total_tokens - scheduler.placement.device_free())
 
     with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, max_running_requests=20, **mode) as scheduler:
         got = scheduler.run(many, watch)

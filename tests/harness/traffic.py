@@ -13,7 +13,7 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
-def random_requests(seed: int, count: int = 8, longest: int = 100) -> list[Request]:
+def random_requests(seed: int, count: int = 8, longest: int = 100, shortest_answer: int = 2) -> list[Request]:
     """Lengths of all kinds, some with a common prefix, arriving over time."""
     rng = random.Random(seed)
     prefix = random_prompt(rng, 70)
@@ -21,7 +21,7 @@ def random_requests(seed: int, count: int = 8, longest: int = 100) -> list[Reque
     for i in range(count):
         start = prefix[: rng.randrange(1, 70)] if rng.random() < 0.4 else []
         prompt = start + random_prompt(rng, rng.randrange(1, longest))
-        requests.append(Request(f"r{i:02}", prompt, rng.randrange(2, 45), arrive=rng.randrange(20)))
+        requests.append(Request(f"r{i:02}", prompt, rng.randrange(shortest_answer, 45), arrive=rng.randrange(20)))
     return requests
 
 

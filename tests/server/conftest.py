@@ -44,8 +44,9 @@ def pytest_runtest_makereport(
 _ON_HOST = ("--max-total-tokens", "16", "--neo-host-kv-size", "1", "--neo-check-integrity")
 NEO_MODES = {
     "pipelined": (*_ON_HOST, "--neo-mode", "pipelined"),
-    "sync": _ON_HOST,
-    "deferred": (*_ON_HOST, "--neo-deferred-slots", "4"),  # thirty layers: a token takes 31 steps
+    "sync": (*_ON_HOST, "--neo-mode", "sync"),
+    "deferred": (*_ON_HOST, "--neo-mode", "deferred", "--neo-deferred-slots", "4"),  # a token takes 31 steps
+    "auto": (*_ON_HOST, "--neo-deferred-slots", "4"),
     "device": (),
 }
 
