@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks agree by the least of what they say, also on how much host memory there is, or by what the first one says."""
+"""Tensor-parallel ranks agree, by the least of what they say (also of host memory) or by what the first one says."""
 
 from __future__ import annotations
 
