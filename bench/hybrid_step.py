@@ -399,8 +399,6 @@ def main() -> int:
 
     with InProcessScheduler("neo", args.model, **options) as scheduler:
         scheduler.scheduler.placement.rules = Rules(cooldown_steps=1 << 40)  # nobody returns of its own accord
-        if scheduler.scheduler.pipelining is not None:
-            scheduler.scheduler.pipelining.measures = False  # all host rows ride in every step
         graphs = scheduler.scheduler.tp_worker.model_runner.decode_cuda_graph_runner
         record["captured"] = {name: getattr(graphs, name, None) for name in ("host_sizes", "host_graph_gb")}
         parts = record["step"] = step_parts(scheduler, args)

@@ -296,7 +296,8 @@ class NeoModelRunner(ModelRunner):
             self.decode_cuda_graph_runner = None
             forward = attention.in_lanes(self.model.forward, sizes, flags=lambda: flags)
             try:
-                with self._forward_of_model(forward):
+                # SGLang's static buffers may have no room for a batch that is padded.
+                with self._forward_of_model(forward), envs.SGLANG_EAGER_INPUT_NO_COPY.override(True):
                     yield
             finally:
                 self.decode_cuda_graph_runner = runner

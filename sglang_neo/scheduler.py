@@ -55,6 +55,8 @@ class NeoScheduler(Scheduler):
 
     max_total_num_tokens: int
     chunked_req: Any
+    #: While nothing is to be launched.
+    _pausing = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         batching.install()
@@ -126,7 +128,7 @@ class NeoScheduler(Scheduler):
             self.deferral.settle(self.recovery)
         if self.recovery is not None and self.recovery.pending:
             if self.recovery.in_flight():
-                return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+                return self._nothing_next(running_batch, last_batch)
             self.recovery.restart(running_batch)
             if self.deferral is not None:
                 self.deferral.clear()
@@ -149,7 +151,19 @@ class NeoScheduler(Scheduler):
                 self.pipelining.idle()
         return plan
 
+    def _nothing_next(self, running_batch: Any, last_batch: Any) -> NextBatchPlan:
+        """A turn in which nothing is launched. A prefill in flight joins the running batch even so: SGLang knows of
+        it as the last batch only."""
+        self._pausing = True
+        try:
+            plan = super().get_next_batch_to_run(running_batch, last_batch)
+        finally:
+            self._pausing = False
+        return NextBatchPlan(batch_to_run=None, running_batch=plan.running_batch)
+
     def _get_new_batch_prefill_raw(self, *, prefill_delayer_single_pass: Any, running_batch: Any) -> Any:
+        if self._pausing:
+            return None, running_batch
         NeoScheduleBatch.adopt(running_batch)
         if self.planner is not None and not self.planner.before_admission(running_batch):
             return None, running_batch
@@ -192,6 +206,8 @@ class NeoScheduler(Scheduler):
             self.chunked_req = chunked
 
     def update_running_batch(self, batch: Any) -> Any:
+        if self._pausing:
+            return batch
         NeoScheduleBatch.adopt(batch)
         before = batch.batch_size()
         batch.neo_in_parts = any(part is not None for part in (self.deferral, self.pipelining, self.planner))

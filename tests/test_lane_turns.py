@@ -62,6 +62,7 @@ def test_rows_take_turns(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch
     requests = crowd(seed=5, count=12, answer=40)
     turns = Turns(monkeypatch, limit=200)
     with InProcessScheduler("neo", tiny("llama"), **OPTIONS, disable_overlap_schedule=not overlap) as scheduler:
+        scheduler.scheduler.pipelining.measures = True
         got = scheduler.run(requests, RandomMoves(seed=6, rate=0.05))
         state = scheduler.scheduler.neo_state()
     assert turns.steps > 30 and state["lanes"]["waited_total"] > 60 and state["lanes"]["limit_tokens"] == 200, state
@@ -74,6 +75,7 @@ def test_steps_of_a_part_run_from_graphs(tiny: Tiny, alone: Any, monkeypatch: py
     requests = random_requests(seed=8, count=12)
     turns = Turns(monkeypatch, limit=200)
     with InProcessScheduler("neo", tiny("qwen2"), **OPTIONS) as scheduler:
+        scheduler.scheduler.pipelining.measures = True
         backend = capture_decode_steps(scheduler.scheduler.tp_worker.model_runner, [1, 2, 4, 6, 8, 12, 16], monkeypatch)
         scheduler.scheduler.placement.rules = Rules(returns_per_step=0)
         got = scheduler.run(requests)
@@ -107,6 +109,7 @@ def test_steps_without_a_graph_are_counted_by_reason(
 
 def test_limits_are_measured(tiny: Tiny) -> None:
     with InProcessScheduler("neo", tiny("llama"), **OPTIONS) as scheduler:
+        scheduler.scheduler.pipelining.measures = True
         scheduler.run(crowd(seed=7, count=10, answer=30))
         pace, limits = scheduler.scheduler.pipelining._pace, scheduler.scheduler.pipelining.limits
     assert 0 < limits.decode < 1e9, limits
@@ -127,6 +130,7 @@ def test_rows_that_wait_keep_their_place(tiny: Tiny, alone: Any, monkeypatch: py
 
     monkeypatch.setattr(NeoScheduleBatch, "part_of", part_of)
     with InProcessScheduler("neo", tiny("llama"), **OPTIONS) as scheduler:
+        scheduler.scheduler.pipelining.measures = True
         scheduler.scheduler.placement.rules = Rules(returns_per_step=0)
         got = tokens(scheduler.run(requests))
     assert sum(first_difference(n, r, got[n]) is not None for n, r in alone("llama", requests).items()) >= 2

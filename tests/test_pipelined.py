@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_neo.hybrid.host_attention import Emission
-from sglang_neo.hybrid.pipelined import LaneEmission, PrefillLane
+from sglang_neo.hybrid.host_attention import Emission, StepRefused
+from sglang_neo.hybrid.pipelined import LaneEmission, PipelinedAttention, PrefillLane
 from sglang_neo.planning.placement import Rules
 from tests.harness.exact import assert_exact, first_difference
 from tests.harness.graphs import capture_decode_steps
@@ -134,6 +134,36 @@ def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, overlap: bool) ->
         got = scheduler.run(requests, stall)
         recovery = scheduler.scheduler.recovery
     assert stall.stalls == 1 and recovery.failed_steps >= 1 and recovery.restarted_reqs >= 2
+    assert_exact(alone("llama", requests), tokens(got))
+
+
+def test_refused_steps_run_in_lanes_of_the_same_sizes(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others have a graph: padded as it is, so that another rank may have run that."""
+    own, forward, launched, eager = PipelinedAttention.launch_lanes, PipelinedAttention.in_lanes, [], []
+
+    def launch_lanes(attention: Any, *args: Any) -> int:
+        launched.append(args)
+        if len(launched) in (4, 9):
+            raise StepRefused("no steps today")
+        return own(attention, *args)
+
+    def in_lanes(attention: Any, model: Any, sizes: Any, flags: Any = lambda: True) -> Any:
+        eager.append((tuple(sizes), flags()))
+        return forward(attention, model, sizes, flags)
+
+    requests = crowd(seed=10, count=9, answer=30)
+    options = {"max_total_tokens": 400, "max_running_requests": 9, "neo_mode": "pipelined"}
+    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
+        runner = scheduler.scheduler.tp_worker.model_runner
+        capture_decode_steps(runner, [1, 2, 4, 6, 8, 12], monkeypatch)
+        monkeypatch.setattr(PipelinedAttention, "launch_lanes", launch_lanes)
+        monkeypatch.setattr(PipelinedAttention, "in_lanes", in_lanes)
+        scheduler.scheduler.placement.rules = Rules(pause_steps=2)
+        got = scheduler.run(requests)
+        failed, counted = scheduler.scheduler.recovery.failed_steps, scheduler.scheduler.neo_metrics.counters.eager
+        buckets = set(map(tuple, runner.neo_lane_buckets))
+    assert len(eager) == failed == counted["refused by the workers"] == 2, (eager, counted)
+    assert all(sizes in buckets and not flags for sizes, flags in eager), (eager, buckets)
     assert_exact(alone("llama", requests), tokens(got))
 
 

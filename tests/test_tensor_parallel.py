@@ -46,6 +46,8 @@ def serve(rank: int, port: int, model: Path, options: dict[str, Any], requests: 
         Pace.limits = property(lambda pace: limits)  # type: ignore[assignment, method-assign]
         Pipelining.AGREE_EVERY = 4
         with InProcessScheduler("neo", model, rank=rank, port=port, **OPTIONS, **options) as scheduler:
+            if scheduler.scheduler.pipelining is not None:
+                scheduler.scheduler.pipelining.measures = True
             got = scheduler.run(requests, RandomMoves(seed=4, rate=0.05))
             found.put((rank, tokens(got), scheduler.scheduler.neo_state()))
     except BaseException:

@@ -32,9 +32,10 @@ def test_two_lanes_in_graphs(
     with InProcessScheduler("neo", model, **settings, **HOST, neo_mode="pipelined") as scheduler:
         counts = replays(scheduler, monkeypatch)
         got = scheduler.run(requests, RandomMoves(seed=3, rate=0.3))
-        steps = scheduler.scheduler.neo_metrics.counters.steps
+        steps, eager = scheduler.scheduler.neo_metrics.counters.steps, scheduler.scheduler.neo_metrics.counters.eager
     in_lanes = sum(count for label, count in counts.items() if label is not None and label.startswith("lane-b-"))
-    assert in_lanes == steps["pipelined"] > 20, (counts, steps)
+    assert in_lanes == steps["pipelined"] > 10 and steps["pipelined_prefill"] > 2, (counts, steps)
+    assert eager == {"beside a prefill": steps["pipelined_prefill"]}, eager
     assert_alike(expected, got)
 
 
@@ -47,5 +48,18 @@ def test_two_lanes_without_graphs(tiny: Tiny) -> None:
     with InProcessScheduler("neo", model, **settings, **HOST, neo_mode="pipelined") as scheduler:
         got = scheduler.run(requests, RandomMoves(seed=3, rate=0.3))
         steps = scheduler.scheduler.neo_metrics.counters.steps
-    assert steps["pipelined"] > 10, steps
+    assert steps["pipelined"] > 10 and steps["pipelined_prefill"] > 2, steps
+    assert_alike(expected, got)
+
+
+def test_everything_on_the_host(tiny: Tiny) -> None:
+    model = tiny("llama", dtype="bfloat16", head_dim=64)
+    requests = random_requests(seed=21)
+    settings = options("triton", "bfloat16", 1)
+    with InProcessScheduler("plain", model, **settings) as scheduler:
+        expected = scheduler.run(requests)
+    with InProcessScheduler("neo", model, **settings, **HOST, neo_mode="symmetric") as scheduler:
+        got = scheduler.run(requests)
+        steps = scheduler.scheduler.neo_metrics.counters.steps
+    assert steps["gpu_only"] == 0 and steps["pipelined"] > 20 and steps["pipelined_prefill"] > 2, steps
     assert_alike(expected, got)

@@ -169,6 +169,8 @@ class InProcessScheduler:
         scheduler = scheduler_class(self.args, self._state.ports, self._rank, self._rank, 0, 0, 0, 0, None)
         if self.kind == "neo":
             seams.check_running(scheduler)
+            if scheduler.pipelining is not None:
+                scheduler.pipelining.measures = False  # who rides must not depend on how busy the machine is
         # Nobody reads what a scheduler sends; without a socket its senders do nothing. Only rank 0 has sockets.
         sockets = [
             scheduler.ipc_channels.recv_from_tokenizer,
