@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from bench.servers import Server, ServerSpec, generate_body, wait_until
 SAMPLE_SECONDS = 5.0
 #: Growth from the second quarter of the time to the last that does not count: what caches and allocators do.
 ALLOWED_GROWTH_MB = 40.0
-CANARY = {"input_ids": list(range(5, 45)), "max_new_tokens": 16, "ignore_eos": True}
+CANARY: dict[str, Any] = {"input_ids": list(range(5, 45)), "max_new_tokens": 16, "ignore_eos": True}
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Traffic:
             turn += 1
             start = rng.choice(shared)[: rng.randrange(1, self.longest // 2)] if rng.random() < 0.5 else []
             prompt = start + self._prompt(rng, rng.randrange(1, self.longest // 2))
-            body = dict(input_ids=prompt, max_new_tokens=rng.choice((1, 8, 40, 120)), ignore_eos=True)
+            body: dict[str, Any] = dict(input_ids=prompt, max_new_tokens=rng.choice((1, 8, 40, 120)), ignore_eos=True)
             kind = rng.choices(("whole", "streamed", "left", "aborted"), (4, 4, 2, 1))[0]
             try:
                 self._ask(kind, body, f"{number}-{turn}", rng)
@@ -109,7 +109,7 @@ def role(process: psutil.Process) -> str:
 
 def sample(server: Server) -> dict[str, Any]:
     """RSS by process, in MB, and what the server says of its pools."""
-    rss: Counter[str] = Counter()
+    rss: defaultdict[str, float] = defaultdict(float)
     for process in server.members():
         with contextlib.suppress(psutil.NoSuchProcess, IndexError):
             rss[role(process)] += process.memory_info().rss / 1e6

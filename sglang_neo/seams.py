@@ -320,6 +320,30 @@ SEAMS = (
         "without a radix cache it simulates the end of running requests: those of one pool",
     ),
     Seam("sglang.srt.managers.schedule_policy", "PrefillAdder.cur_rem_tokens", (), "what is left now"),
+    Seam(
+        "sglang.srt.managers.schedule_policy",
+        "PrefillAdder.preempt_to_schedule",
+        ("self", "req", "server_args"),
+        "retracts requests of lower priority, but for those in preempt_list: whoever lives in the other pool",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler._set_or_validate_priority",
+        ("self", "req"),
+        "with --enable-priority-scheduling every request has a priority: by it requests move between the pools",
+    ),
+    Seam(
+        "sglang.srt.session.session_controller",
+        "Session.__init__",
+        ("self", "streaming"),
+        "a streaming session keeps device KV between turns",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "Req.set_finish_with_abort",
+        ("self", "error_msg"),
+        "a prompt that fits nowhere is told so",
+    ),
     Seam("sglang.srt.managers.schedule_policy", "PrefillAdder._lock_node", ("self", "last_node"), "a prefix in use"),
     Seam(
         "sglang.srt.managers.schedule_batch",

@@ -41,12 +41,13 @@ class Deaths:
 
     def __call__(self, scheduler: Any, step: int) -> None:
         scheduler.token_manager.audit()
-        self._seen += bool(scheduler.token_manager.host_rows())
+        workers = scheduler.placement.attention.workers
+        self._seen += bool(scheduler.token_manager.host_rows()) and not workers.refusal  # the last death was noticed
         if self._seen < self.every or self.deaths == self.times:
             return
         self.deaths, self._seen = self.deaths + 1, 0
         with pytest.raises(JobFailed):
-            scheduler.placement.attention.workers.run(Job(1, THREAD_EXIT), participate=False)
+            workers.run(Job(1, THREAD_EXIT), participate=False)
 
 
 @in_modes("deferred")

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -176,6 +177,22 @@ def test_client_that_goes_away_frees_everything(neo: Server) -> None:
     assert "Paris" in neo.generate(text=CAPITAL, max_new_tokens=4)["text"]
 
 
+def test_a_client_that_does_not_read(neo: Server) -> None:
+    """Others are answered meanwhile; when it goes at last, everything is free."""
+    body = json.dumps(generate_body(text=CAPITAL, max_new_tokens=3000, ignore_eos=True, stream=True))
+    head = (
+        f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", neo.port)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall((head + body).encode())
+        wait_until(lambda: requests_there(neo) == 1, 30, "the request running")
+        assert "Paris" in neo.generate(text=CAPITAL, max_new_tokens=4)["text"]
+        assert requests_there(neo) == 1
+    wait_idle(neo)
+    check_all_slots_back(neo)
+
+
 def test_abort_request(neo: Server) -> None:
     body = generate_body(text=CAPITAL, max_new_tokens=3000, ignore_eos=True, stream=True, rid="to-be-aborted")
     with requests.post(f"{neo.url}/generate", json=body, stream=True, timeout=60) as answer:
@@ -241,12 +258,14 @@ def test_a_grammar_in_ebnf(neo: Server) -> None:
 
 def test_a_session_of_two_turns(neo: Server) -> None:
     session = neo.post("/open_session", {"capacity_of_str_len": 1000}).json()
-    first = neo.generate(text=CAPITAL, max_new_tokens=4, ignore_eos=True, session_params={"id": session, "rid": None})
+    ask = {"max_new_tokens": 4, "ignore_eos": True}
+    first = neo.generate(input_ids=[504, 3575, 282], session_params={"id": session, "rid": None}, **ask)
     turn = {"id": session, "rid": first["meta_info"]["id"]}
-    second = neo.generate(text=" In Italy it is", max_new_tokens=4, ignore_eos=True, session_params=turn)
+    second = neo.generate(input_ids=[827, 3300], session_params=turn, **ask)
     assert neo.post("/close_session", {"session_id": session}).status_code == 200
-    together = CAPITAL + first["text"] + " In Italy it is"
-    assert second["text"] == neo.generate(text=together, max_new_tokens=4, ignore_eos=True)["text"]
+    whole = [504, 3575, 282, *first["output_ids"], 827, 3300]
+    assert second["meta_info"]["prompt_tokens"] == len(whole)
+    assert second["output_ids"] == neo.generate(input_ids=whole, **ask)["output_ids"]
 
 
 @pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.slow)])
@@ -327,7 +346,8 @@ def test_where_they_were_decoded(neo: Server, neo_mode: str) -> None:
     steps = dict(block["steps_total"])
     gpu_only = steps.pop("gpu_only")  # of SGLang's own requests for its health
     in_mode = sum(steps.values()) if neo_mode == "auto" else steps[neo_mode]
-    assert in_mode > 100 > gpu_only and block["host_tokens_total"] > 100, block
+    assert in_mode > 10 and sum(steps.values()) > 100 > gpu_only, block
+    assert block["host_tokens_total"] > 100, block
 
 
 def test_sigterm_lets_requests_finish(servers: ServerPool, neo_spec: ServerSpec) -> None:
