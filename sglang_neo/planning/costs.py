@@ -89,6 +89,9 @@ class Costs:
     def _cpu_layer(self, count: float, tokens: float, shared: float) -> float:
         if count <= 0:
             return 0.0
+        key = ("cpu shared" if shared else "cpu", count, tokens)
+        if (known := self._known.get(key)) is not None:
+            return known
         if shared:
             shared = shared if count > 1 else 0
             tokens = max(tokens - shared * count, 0)
@@ -96,6 +99,7 @@ class Costs:
         seconds = tables.cpu_attention.at(count, tokens, self.threads, shared) * self.corrections.cpu
         if self.copying:
             seconds *= tables.host_bandwidth / tables.host_bandwidth_copying
+        self._known[key] = seconds
         return seconds
 
     def linear(self, tokens: float) -> float:
@@ -117,7 +121,11 @@ class Costs:
         """Seconds per step that the device spends on handing rows over in all layers."""
         if rows.count <= 0:
             return 0.0
-        return self.tables.layers * self.tables.handoff.at(rows.count) * self.corrections.overhead
+        key = ("handoffs", rows.count, 0)
+        if (seconds := self._known.get(key)) is None:
+            seconds = self.tables.layers * self.tables.handoff.at(rows.count) * self.corrections.overhead
+            self._known[key] = seconds
+        return seconds
 
     def gpu_only(self, device: Rows) -> StepCost:
         return StepCost(

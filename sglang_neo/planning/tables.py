@@ -179,7 +179,9 @@ class CpuAttention:
         if rows <= 0:
             return 0.0
         measured = self.threads
-        i = bisect_right(measured, threads) - 1 if len(measured) > 1 else 0
+        if len(measured) == 1:
+            return self._at(0, rows, kv_tokens, shared_tokens)
+        i = bisect_right(measured, threads) - 1
         seconds = self._at(max(i, 0), rows, kv_tokens, shared_tokens)
         if 0 <= i < len(measured) - 1 and threads > measured[i]:
             part = (threads - measured[i]) / (measured[i + 1] - measured[i])
