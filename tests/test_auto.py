@@ -94,7 +94,9 @@ def no_profiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "tables_for", lambda runner, anew: PROFILES["sync"])
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=pytest.mark.slow if arch == "mistral" else []) for arch in ARCHITECTURES]
+)
 def test_exact_while_modes_change(tiny: Tiny, alone: Any, arch: str) -> None:
     """From any mode to any other, with rows in mid-layer, with and without overlap scheduling."""
     requests = random_requests(seed=3, count=10, shortest_answer=30)
