@@ -36,6 +36,8 @@ from bench.servers import Server, ServerSpec, generate_body, wait_until
 SAMPLE_SECONDS = 5.0
 #: Growth from the second quarter of the time to the last that does not count: what caches and allocators do.
 ALLOWED_GROWTH_MB = 40.0
+#: A request that takes longer has failed.
+PATIENCE_SECONDS = 300.0
 CANARY: dict[str, Any] = {"input_ids": list(range(5, 45)), "max_new_tokens": 16, "ignore_eos": True}
 
 
@@ -70,7 +72,7 @@ class Traffic:
         first = None
         while not self.over.wait(1.0):
             try:
-                tokens = self.server.generate(**CANARY)["output_ids"]
+                tokens = self.server.generate(PATIENCE_SECONDS, **CANARY)["output_ids"]
             except Exception as error:
                 self.errors.append(f"canary: {error!r}"[:300])
                 continue
@@ -84,12 +86,12 @@ class Traffic:
 
     def _ask(self, kind: str, body: dict[str, Any], name: str, rng: random.Random) -> None:
         if kind == "whole":
-            assert len(self.server.generate(**body)["output_ids"]) == body["max_new_tokens"]
+            assert len(self.server.generate(PATIENCE_SECONDS, **body)["output_ids"]) == body["max_new_tokens"]
             return
         stop_after = rng.randrange(0, 20) if kind in ("left", "aborted") else 1 << 30
-        with requests.post(
-            f"{self.server.url}/generate", json=generate_body(**body, stream=True, rid=name), stream=True, timeout=120
-        ) as answer:
+        asked = generate_body(**body, stream=True, rid=name)
+        url = f"{self.server.url}/generate"
+        with requests.post(url, json=asked, stream=True, timeout=PATIENCE_SECONDS) as answer:
             assert answer.status_code == 200, answer.text
             events = 0
             for line in answer.iter_lines():
