@@ -437,8 +437,17 @@ struct FloatArithmetic {
     alignas(64) float natural[512];
     for (int i = d; i < stride; ++i) natural[i] = 0.f;
     for (int i = 0; i < seg.queries; ++i) {
-      read_query(s, seg, i, natural);
       float* q = w.queries + i * stride;
+      if (s.query_type == s.layout.type && d == stride) {  // taken apart as the keys will be
+        const T* from = reinterpret_cast<const T*>(query_pointer(seg, i, d, s.query_type));
+        for (int c = 0; c < stride; c += 2 * kLanes) {
+          const Two x = load_split(from + c);
+          store(q + c, x.a);
+          store(q + c + kLanes, x.b);
+        }
+        continue;
+      }
+      read_query(s, seg, i, natural);
       if (splits_odd_even(s.layout.type)) {
         for (int c = 0; c < stride; c += 2 * kLanes)
           for (int j = 0; j < kLanes; ++j) {
@@ -597,10 +606,11 @@ void int_values(const IntValues& block) {
   value_passes<IntValues, Q, value_vectors(Q)>(block, block.head_dim, 0);
 }
 
+// The largest magnitude of n floats, n a multiple of 16.
 CPU_KERNELS_INLINE float largest(const float* x, int n) {
-  float top = 0.f;
-  for (int i = 0; i < n; ++i) top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top;
-  return top;
+  F top = zero();
+  for (int i = 0; i < n; i += kLanes) top = max(top, max(load(x + i), sub(zero(), load(x + i))));
+  return reduce_max(top);
 }
 
 // The values' scales go into the weights of query g, which will be rounded to integers up to `top`. Returns the factor
