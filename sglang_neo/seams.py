@@ -319,12 +319,6 @@ SEAMS = (
         ("self", "req"),
         "without a radix cache it simulates the end of running requests: those of one pool",
     ),
-    Seam(
-        "sglang.srt.managers.schedule_policy",
-        "PrefillAdder.preempt_to_schedule",
-        ("self", "req", "server_args"),
-        "a row in the other pool has no room to give",
-    ),
     Seam("sglang.srt.managers.schedule_policy", "PrefillAdder.cur_rem_tokens", (), "what is left now"),
     Seam(
         "sglang.srt.managers.schedule_policy",
