@@ -49,12 +49,13 @@ class Proportional:
         rate: fraction of the error that is taken over from one step.
         forget: fraction of the CPU's correction that is forgotten in a step in which the CPU had nothing to do: a CPU
             that was found slow and got no more work would never be found fast again.
-        least, most: of a factor. Beyond, the tables are wrong and the guard is there.
+        least, most: of a factor. Beyond, the tables are wrong and the guard is there. A machine that was busy while it
+            was profiled has times that are too long by much, none that are too short.
     """
 
     rate: float = 0.1
     forget: float = 0.002
-    least: float = 0.4
+    least: float = 0.05
     most: float = 4.0
 
     def __call__(self, corrections: Corrections, cost: StepCost, measured: Measured) -> Corrections:
