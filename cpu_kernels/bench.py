@@ -138,6 +138,11 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _digits(x: float) -> float:
+    """Five significant digits: however slow a busy machine makes something, no number becomes zero."""
+    return float(f"{x:.5g}")
+
+
 def _queries(case: Case, data: Data) -> NDArray[np.generic]:
     s = data.shape
     rng = np.random.default_rng(3)
@@ -288,14 +293,14 @@ class Session:
         quarter, _, three = statistics.quantiles(took, n=4)
         return {
             **entry.names(),
-            "gb_per_s": round(runner.bytes / middle / 1e9, 3),
-            "fraction": round(statistics.median(fractions), 4),
-            "probe_gb_per_s": round(statistics.median(probed), 3),
+            "gb_per_s": _digits(runner.bytes / middle / 1e9),
+            "fraction": _digits(statistics.median(fractions)),
+            "probe_gb_per_s": _digits(statistics.median(probed)),
             "tokens_per_s": round(entry.case.tokens / middle),
-            "median_ms": round(middle * 1e3, 5),
-            "spread": round((three - quarter) / middle, 4),
-            "fraction_min": round(min(fractions), 4),
-            "fraction_max": round(max(fractions), 4),
+            "median_ms": _digits(middle * 1e3),
+            "spread": _digits((three - quarter) / middle),
+            "fraction_min": _digits(min(fractions)),
+            "fraction_max": _digits(max(fractions)),
             "repetitions": len(took),
             "layers_per_repetition": count,
             "bytes_per_layer": runner.bytes,
