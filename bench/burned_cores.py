@@ -5,8 +5,8 @@ small for. In the second of three phases, processes that do nothing but run are 
 for each phase, decode steps, those with the CPU among them, and steps per second; and after how many steps with the CPU
 the fail-safe left it out.
 
-Exit codes: 0; 1 if the CPU took no part in the first phase, in more than 10 steps of the second, or in none of the third;
-2: bad input.
+Exit codes: 0; 1 if the CPU took no part in the first phase, in more than 10 steps of the second, or in none of the
+third; 2: bad input.
 """
 
 from __future__ import annotations
