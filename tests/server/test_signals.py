@@ -96,50 +96,6 @@ def test_silently_plain_server_is_refused(servers: ServerPool, tiny_spec: Server
         check_told_in_one_line(server.log(), ["without sglang_neo's state"])
 
 
-FAILING_FORWARD = """
-import sys
-from sglang_neo import launch_server, processes
-
-original = processes.run_scheduler_process
-
-def failing(*args, **kwargs):
-    from sglang_neo.model_runner import NeoModelRunner
-    forward = NeoModelRunner.forward
-
-    def once(self, batch, *more, **named):
-        last_rank = self.ps.tp_rank == self.ps.tp_size - 1
-        if last_rank and batch.forward_mode.is_decode() and int(batch.seq_lens.max()) > 30:
-            raise RuntimeError("no forward today")
-        return forward(self, batch, *more, **named)
-
-    NeoModelRunner.forward = once
-    original(*args, **kwargs)
-
-if __name__ == "__main__":
-    processes.run_scheduler_process = failing
-    sys.exit(launch_server.main())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_exception_in_a_forward_ends_the_server(
-    servers: ServerPool, tiny_spec: ServerSpec, tmp_path: Any, ranks: int
-) -> None:
-    """Of one rank, while the other waits for it: nobody waits for ever, and the log says what it was."""
-    script = tmp_path / "failing_forward.py"
-    script.write_text(FAILING_FORWARD)
-    flags = (*tiny_spec.flags, "--tp-size", str(ranks))
-    with servers.starting(ServerSpec(tiny_spec.model, flags, entry=(str(script),))) as server:
-        server.wait_ready()
-        streams = Streams(server, tokens=[900, 900])
-        assert server.wait_exit() == 1
-        server.check_gone()
-        assert not streams.ended_well(0) and not streams.ended_well(1)
-        assert "no forward today" in server.log(), server.log_tail()
-        assert sum(line.startswith("error: ") for line in server.log().splitlines()) == 1, server.log_tail()
-
-
 def test_interrupted_help_is_no_traceback() -> None:
     """The first second of the process, before any import that takes time, belongs to the signal handlers already."""
     process = subprocess.Popen(
