@@ -53,10 +53,11 @@ NEO_MODES = {
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(mode, marks=[] if mode == "pipelined" else pytest.mark.slow) for mode in NEO_MODES],
+    params=[pytest.param(mode, marks=[] if mode == "device" else pytest.mark.slow) for mode in NEO_MODES],
 )
 def neo_mode(request: pytest.FixtureRequest) -> str:
-    """Where the requests of the suites below are decoded, and how. CI tries one: a single row goes as in mode sync."""
+    """Where the requests of the suites below are decoded, and how. CI tries one, for on few
+    cores each layer's hand-off waits for the other tests; tests/test_requests.py has the others, in one process."""
     mode: str = request.param
     return mode
 
