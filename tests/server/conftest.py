@@ -56,8 +56,8 @@ NEO_MODES = {
     params=[pytest.param(mode, marks=[] if mode == "device" else pytest.mark.slow) for mode in NEO_MODES],
 )
 def neo_mode(request: pytest.FixtureRequest) -> str:
-    """Where the requests of the suites below are decoded, and how. CI tries one, for on few
-    cores each layer's hand-off waits for the other tests; tests/test_requests.py has the others, in one process."""
+    """Where the requests of the suites below are decoded, and how. CI tries one: on few cores each layer's hand-off would
+    wait for the other tests. In one process tests/test_requests.py has all of them."""
     mode: str = request.param
     return mode
 
