@@ -21,6 +21,8 @@ if torch.cuda.is_available():
     pytest.skip("these tests run on the CPU device: set CUDA_VISIBLE_DEVICES=''", allow_module_level=True)
 
 PAGE_SIZES = (1, 64)
+#: Page size and overlap scheduling; CI tries two of the four.
+DIAGONAL = [(1, True), (64, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, False), (64, True)])]
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:
@@ -91,9 +93,16 @@ def serve_both(
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("arch", "page_size", "overlap"),
+    [
+        # In CI one of each architecture's four, another one from one to the next.
+        pytest.param(arch, page_size, overlap, marks=[] if (i + j + 2 * k) % 4 == 0 else pytest.mark.slow)
+        for i, arch in enumerate(ARCHITECTURES)
+        for j, page_size in enumerate(PAGE_SIZES)
+        for k, overlap in enumerate((True, False))
+    ],
+)
 def test_exact_on_every_architecture(tiny: Tiny, alone: Any, arch: str, page_size: int, overlap: bool) -> None:
     requests = workload()
     plain, neo = serve_both(tiny(arch), requests, page_size=page_size, disable_overlap_schedule=not overlap)
@@ -105,8 +114,7 @@ def test_exact_on_every_architecture(tiny: Tiny, alone: Any, arch: str, page_siz
     assert neo["first"].cached_tokens == 0
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("page_size", "overlap"), DIAGONAL)
 def test_chunked_prefill(tiny: Tiny, alone: Any, page_size: int, overlap: bool) -> None:
     requests = workload()
     chunked_steps = [0]
@@ -174,8 +182,7 @@ def test_eviction_of_cached_prefixes(tiny: Tiny, alone: Any, page_size: int) -> 
         scheduler.check_idle()
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("page_size", "overlap"), DIAGONAL)
 def test_abort(tiny: Tiny, alone: Any, page_size: int, overlap: bool) -> None:
     rng = random.Random(8)
     requests = [

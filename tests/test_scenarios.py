@@ -129,7 +129,7 @@ class Vanishing:
 
 
 #: NEO_TEST_ABORTS=1000 is the long version.
-ABORTS = int(os.environ.get("NEO_TEST_ABORTS", "40"))
+ABORTS = int(os.environ.get("NEO_TEST_ABORTS", "20"))
 
 
 @in_modes("sync")

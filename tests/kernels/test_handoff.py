@@ -414,7 +414,9 @@ def test_a_dropped_service_lets_the_pool_go(pool: WorkerPool) -> None:
     assert HandoffService(pool).close()
 
 
-def test_a_forked_child_is_told(pool: WorkerPool, service: HandoffService) -> None:
+def test_a_forked_child_is_told() -> None:
+    pool = WorkerPool(1, spin_us=20)  # one: while it spins, the child wants a core too
+    service = HandoffService(pool, timeout_s=LONG)
     device = FakeDevice("sync", layers=3)
     service.submit(Step(1, 1, device.handoffs()))  # workers are at it during the fork
 
@@ -435,6 +437,7 @@ def test_a_forked_child_is_told(pool: WorkerPool, service: HandoffService) -> No
     assert run_in_child(child) == 0
     device.launch()
     assert service.wait_epoch(1, LONG) and device.synchronize(LONG)
+    assert service.close(LONG) and pool.close(LONG)
 
 
 def test_round_trips_are_measured(service: HandoffService) -> None:

@@ -56,8 +56,8 @@ NEO_MODES = {
     params=[pytest.param(mode, marks=[] if mode == "device" else pytest.mark.slow) for mode in NEO_MODES],
 )
 def neo_mode(request: pytest.FixtureRequest) -> str:
-    """Where the requests of the suites below are decoded, and how. CI tries one: on few cores each layer's hand-off would
-    wait for the other tests. In one process tests/test_requests.py has all of them."""
+    """Where the requests of the suites below are decoded, and how. CI tries one: on few cores each layer's hand-off
+    would wait for the other tests. In one process tests/test_requests.py has all of them."""
     mode: str = request.param
     return mode
 
@@ -76,8 +76,10 @@ def neo(servers: ServerPool, neo_spec: ServerSpec) -> Server:
 
 @pytest.fixture(scope="session")
 def tiny_spec(tiny: Callable[..., Path]) -> ServerSpec:
-    """sglang_neo with a tiny model and no tokenizer: for tests of processes, which care for no text."""
-    return ServerSpec(tiny("llama"), ("--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup"))
+    """sglang_neo with a tiny model and no tokenizer: for tests of processes, which care for no text. In a fixed mode,
+    which measures nothing at its start."""
+    mode = ("--neo-mode", "sync")
+    return ServerSpec(tiny("llama"), ("--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup", *mode))
 
 
 @pytest.fixture(scope="session")
