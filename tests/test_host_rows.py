@@ -83,7 +83,7 @@ def test_random_workloads(tiny: Tiny, alone: Any, seed: int) -> None:
 CROWD = (32, 300, 200, 2000) if os.environ.get("NEO_TEST_FULL") else (24, 100, 40, 512)
 
 
-@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("page_size", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_small_pool_serves_from_the_host_instead_of_retracting(tiny: Tiny, alone: Any, page_size: int) -> None:
     """Plain SGLang runs three or four at once and queues or retracts the others."""
     count, prompt, answer, pool = CROWD

@@ -66,7 +66,9 @@ class Seen:
         monkeypatch.setattr(PipelinedAttention, "beside", beside)
 
 
-@pytest.mark.parametrize(("arch", "page_size", "overlap"), [("llama", 1, True), ("qwen3", 16, False)])
+@pytest.mark.parametrize(
+    ("arch", "page_size", "overlap"), [("llama", 1, True), pytest.param("qwen3", 16, False, marks=pytest.mark.slow)]
+)
 def test_exact_beside_prefills(
     tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, arch: str, page_size: int, overlap: bool
 ) -> None:

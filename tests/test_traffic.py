@@ -25,7 +25,7 @@ from tests.harness.traffic import RandomMoves, random_prompt, tokens
 if torch.cuda.is_available():
     pytest.skip("these tests run on the CPU device: set CUDA_VISIBLE_DEVICES=''", allow_module_level=True)
 
-STEPS = int(os.environ.get("NEO_TEST_STEPS", "300"))
+STEPS = int(os.environ.get("NEO_TEST_STEPS", "200"))
 #: Requests are handed in in rounds of about so many steps; the radix cache lives on from round to round.
 ROUND = 400
 #: One answer in so many is compared with the same request alone.

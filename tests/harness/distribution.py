@@ -12,9 +12,10 @@ from typing import Any
 #: Patterns of test ids: what matches the same one runs in one process, in the usual order.
 TOGETHER = (
     r"tests/gpu/",  # a GPU's memory
-    # CPU workers of two processes at once would wait for one another's cores.
-    r"tests/(test_(host_rows|host_prefixes|host_prefill|recovery|timeline)|hybrid/test_graphs)\.py",
-    r"tests/test_(deferred|pipelined|priorities|traffic|scenarios)\.py",  # two of them at once are much
+    # CPU workers of several processes at once wait for one another's cores: two such groups are much.
+    r"tests/(test_(host_rows|host_prefixes|host_prefill|lane_turns|prefill_lane|recovery|symmetric|tensor_parallel|"
+    r"timeline)|hybrid/test_graphs)\.py",
+    r"tests/test_(auto|copies|deferred|failures|pipelined|priorities|profiling|requests|scenarios|traffic)\.py",
     r"tests/server/test_(frontend|http)\.py",  # the server with the real model
     r"tests/server/test_parallel\.py",  # servers with the tiny model
 )
