@@ -253,7 +253,7 @@ def test_state_for_server_info(tiny: Tiny) -> None:
     with InProcessScheduler("neo", tiny("llama"), page_size=64, max_total_tokens=640) as scheduler:
         scheduler.run([Request("a", list(range(3, 103)), 4)])
         state = scheduler.scheduler.neo_state()
-    assert (state["sglang_version"], state["neo_mode"], state["active_mode"]) == ("0.5.17", "auto", "sync")
+    assert (state["sglang_version"], state["neo_mode"], state["active_mode"]) == ("0.5.17", "sync", "sync")
     assert (state["device"], state["attention_backend"]) == ("cpu", "torch_native")
     # One page of the prompt stays in the radix cache.
     assert state["device_kv"] == {"total_tokens": 640, "free_tokens": 576, "page_size": 64}

@@ -344,9 +344,9 @@ def test_where_they_were_decoded(neo: Server, neo_mode: str) -> None:
         assert block["host_tokens_total"] == 0
         return
     steps = dict(block["steps_total"])
-    gpu_only = steps.pop("gpu_only")  # of SGLang's own requests for its health
+    del steps["gpu_only"]  # SGLang's own requests for its health, the more the slower the machine
     in_mode = sum(steps.values()) if neo_mode == "auto" else steps[neo_mode]
-    assert in_mode > 10 and sum(steps.values()) > 100 > gpu_only, block
+    assert in_mode > 10 and sum(steps.values()) > 100, block
     assert block["host_tokens_total"] > 100, block
 
 
