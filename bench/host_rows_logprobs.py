@@ -151,7 +151,7 @@ def main() -> int:
             NEO,
             (
                 *("--attention-backend", "triton", "--max-total-tokens", str(args.pool)),
-                *("--neo-host-prefill-rate", str(args.rows * args.input_len)),
+                *("--neo-mode", "sync", "--neo-host-prefill-rate", str(args.rows * args.input_len)),
             ),
         ),
     }
