@@ -47,7 +47,7 @@ NEO_MODES = {
     "sync": (*_ON_HOST, "--neo-mode", "sync"),
     "deferred": (*_ON_HOST, "--neo-mode", "deferred", "--neo-deferred-slots", "4"),  # a token takes 31 steps
     "auto": (*_ON_HOST, "--neo-deferred-slots", "4"),
-    "device": (),
+    "device": ("--neo-mode", "sync", "--neo-host-kv-size", "1"),  # with room for all
 }
 
 

@@ -85,7 +85,7 @@ def test_server_info_has_our_block(neo: Server, neo_mode: str) -> None:
     block = neo.info()["neo"]
     assert block["version"] == __version__
     assert block["sglang_version"] == "0.5.17"
-    assert block["neo_mode"] == block["active_mode"] == ("auto" if neo_mode == "device" else neo_mode)
+    assert block["neo_mode"] == block["active_mode"] == ("sync" if neo_mode == "device" else neo_mode)
     assert (block["planner"] is not None) == (block["neo_mode"] == "auto")
     assert block["device"] == "cpu"
     assert block["dp_ranks"] == 1
