@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,8 @@ from sglang_neo.profiling.store import tables_for
 from sglang_neo.recovery import Recovery
 from sglang_neo.timeline import extend_profiler
 from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
+
+logger = logging.getLogger(__name__)
 
 
 def report_host_rows(batch: Any, result: Any) -> None:
@@ -84,11 +87,9 @@ class NeoScheduler(Scheduler):
         #: None: the mode is fixed, or there are no host rows.
         self.planner: PlannerBridge | None = None
         if attention is not None and self.server_args.neo_mode == "auto":
-            tables = tables_for(runner, anew=self.server_args.neo_profile_anew)
-            limits = limits_of(self, attention, self.placement.rules, self.deferral)
-            self.planner = PlannerBridge(self, tables, limits, self.placement, self.deferral)
-            if isinstance(self.tree_cache, NeoRadixCache):
-                self.tree_cache.loading_back_pays = self.planner.loading_back_pays
+            self.planner = self._make_planner(attention)
+        if self.planner is not None and isinstance(self.tree_cache, NeoRadixCache):
+            self.tree_cache.loading_back_pays = self.planner.loading_back_pays
         if attention is not None:
             extend_profiler(self.profiler_manager, attention)
         self.neo_metrics = NeoMetrics(
@@ -99,6 +100,23 @@ class NeoScheduler(Scheduler):
             self.recovery,
             self.planner,
         )
+
+    def _make_planner(self, attention: Any) -> PlannerBridge | None:
+        """None if this machine could not be measured, which is said: the server then does without a planner."""
+        runner = self.tp_worker.model_runner
+        try:
+            tables = tables_for(runner, anew=self.server_args.neo_profile_anew)
+        except Exception:
+            if runner.ps.tp_size > 1:
+                raise  # the other ranks wait for this one's measurements
+            mode = "sync" if self.deferral is None else "deferred"
+            logger.exception(
+                "sglang_neo: this machine could not be measured, so there is no planner and steps run as in mode "
+                f"{mode}. --neo-mode chooses another one"
+            )
+            return None
+        limits = limits_of(self, attention, self.placement.rules, self.deferral)
+        return PlannerBridge(self, tables, limits, self.placement, self.deferral)
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = NeoTpModelWorker(

@@ -21,6 +21,7 @@ from sglang_neo.planning.costs import Corrections
 from sglang_neo.planning.guard import Guard, GuardRules
 from sglang_neo.planning.placement import Rules
 from sglang_neo.planning.tables import CpuAttention, Curve, Surface, Tables
+from sglang_neo.profiling.trial import TrialError
 from tests.harness.exact import assert_exact
 from tests.harness.graphs import capture_decode_steps
 from tests.harness.inprocess import InProcessScheduler, Request
@@ -167,6 +168,25 @@ def test_a_prompt_that_only_the_host_can_hold(tiny: Tiny, alone: Any) -> None:
         scheduler.scheduler.planner.tables = PROFILES["gpu_only"]
         got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
     assert got["long"].finish == "length" and len(got["long"].tokens) == 12
+    assert_exact(alone("llama", requests), tokens(got))
+
+
+def test_a_machine_that_cannot_be_measured(
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said, and the server does without a planner."""
+
+    def tables_for(runner: Any, anew: bool) -> Any:
+        raise TrialError("the CPU workers do not answer")
+
+    monkeypatch.setattr(scheduler_module, "tables_for", tables_for)
+    requests = random_requests(seed=3)
+    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=256, neo_mode="auto") as scheduler:
+        got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
+        state = scheduler.scheduler.neo_state()
+    assert "could not be measured" in caplog.text and "the CPU workers do not answer" in caplog.text
+    assert (state["active_mode"], state["planner"]) == ("sync", None)
+    assert state["steps_total"]["sync"] > 5, state
     assert_exact(alone("llama", requests), tokens(got))
 
 

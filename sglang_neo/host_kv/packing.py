@@ -100,9 +100,5 @@ class TorchPacking:
 
 
 def packing_for(geometry: HostKVGeometry, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> Packing:
-    """The fastest one for buffers of this kind."""
-    if k[0].is_cuda and geometry.page_tokens & (geometry.page_tokens - 1) == 0:
-        from sglang_neo.host_kv.triton_packing import TritonPacking
-
-        return TritonPacking(geometry, k, v)
+    """For buffers of this kind. TritonPacking will be CUDA's, once tests/gpu/test_transfer.py has seen it there."""
     return TorchPacking(geometry, k, v)

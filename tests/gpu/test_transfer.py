@@ -84,6 +84,18 @@ def spin(milliseconds: int = 1000) -> None:
     torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 
+def by_triton(*args: Any) -> Any:
+    from sglang_neo.host_kv.triton_packing import TritonPacking
+
+    return TritonPacking(*args)
+
+
+@pytest.mark.parametrize("setup", [{"dtype": x, "packing": by_triton} for x in DTYPES], indirect=True, ids=DTYPES)
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
+def test_packing_by_triton(setup: Setup, count: int) -> None:
+    test_both_ways_as_on_the_cpu(setup, count, background=False)
+
+
 @pytest.mark.parametrize("setup", [{"dtype": dtype} for dtype in DTYPES], indirect=True, ids=DTYPES)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
