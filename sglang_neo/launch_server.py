@@ -115,6 +115,8 @@ def _check_served_by_neo(
         process_exit.fail(f"the server answers without sglang_neo's state (/server_info {answer.status_code})", 1)
     neo = answer.json()["neo"]
     if profile_only:
+        if neo["planner"] is None and neo["gpu_only_reason"] is None:
+            process_exit.fail("this machine could not be measured, for the reason above", 1)
         if neo["planner"] is None:
             process_exit.fail(f"nothing to measure, the server would run gpu-only: {neo['gpu_only_reason']}", 2)
         process_exit.exit_now(0)

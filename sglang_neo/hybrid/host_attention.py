@@ -102,9 +102,11 @@ class Launches:
         #: What the attention backend hands layers to while a step or a capture is under way.
         self.current: Emission | None = None
         self.parts: list[HostAttention] = []
+        self.spent = CpuTimes(0.0, 0.0)  # by workers and services that are no more
 
-    def renew(self, workers: WorkerPool) -> None:
-        """Other workers take the steps to come; the old ones and their service are closed."""
+    def renew(self, workers: WorkerPool, spent: CpuTimes) -> None:
+        """Other workers take the steps to come; the old ones, which have spent so much, and their service are over."""
+        self.spent = spent
         self.workers, self.service, self.taken = workers, HandoffService(workers, self._timeout_s), 0
 
 
@@ -155,7 +157,6 @@ class HostAttention(Boxes):
         self._timeout_s = timeout_s
         self.stream: FlagStream = beside.stream if beside is not None else flag_stream(device, 2 * timeout_s)
         self.exchange = exchange_for(device)
-        self._spent = CpuTimes(0.0, 0.0)  # by workers and services that are no more
         self._launches: Launches = beside._launches if beside is not None else Launches(workers, timeout_s)
         self._launches.parts.append(self)
         self._handoffs = Handoffs()
@@ -213,7 +214,7 @@ class HostAttention(Boxes):
         self.service.wait_epoch(self._taken, 2 * self._timeout_s)
 
     def cpu_times(self) -> CpuTimes:
-        status, spent = self.service.status(), self._spent
+        status, spent = self.service.status(), self._launches.spent
         busy = sum(counters.busy_ns for counters in self.workers.counters())
         return CpuTimes(
             spent.busy + busy / 1e9,
@@ -319,10 +320,10 @@ class HostAttention(Boxes):
     def _renew_workers(self, timeout_s: float) -> bool:
         """A thread has ended that should not have: all of them go, and others come."""
         logger.error(f"sglang_neo: {self.workers.refusal}. Starting {self.workers.threads} new CPU attention threads")
-        self._spent = self.cpu_times()
+        spent = self.cpu_times()
         if not self.service.close(timeout_s) or not self.workers.close(timeout_s):
             return False
-        self._launches.renew(worker_pool(self.workers.threads))
+        self._launches.renew(worker_pool(self.workers.threads), spent)
         for part in self._launches.parts:
             for boxes in part._all_boxes:
                 boxes.flags[:, (_READY, _DONE), 0] = 0
