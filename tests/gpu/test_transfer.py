@@ -14,6 +14,7 @@ import torch
 
 from sglang_neo.host_kv import layout
 from sglang_neo.host_kv.memory import HUGE_PAGE, HostMemory
+from sglang_neo.host_kv.packing import TorchPacking
 from sglang_neo.host_kv.pool import HostKVGeometry, HostKVPool
 from sglang_neo.host_kv.streams import CudaDevice
 from sglang_neo.host_kv.transfer import KVTransfer
@@ -84,16 +85,15 @@ def spin(milliseconds: int = 1000) -> None:
     torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 
-def by_triton(*args: Any) -> Any:
-    from sglang_neo.host_kv.triton_packing import TritonPacking
-
-    return TritonPacking(*args)
-
-
-@pytest.mark.parametrize("setup", [{"dtype": x, "packing": by_triton} for x in DTYPES], indirect=True, ids=DTYPES)
+@pytest.mark.parametrize("setup", [{"dtype": x, "packing": TorchPacking} for x in DTYPES], indirect=True, ids=DTYPES)
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
-def test_packing_by_triton(setup: Setup, count: int) -> None:
+def test_packing_by_torch(setup: Setup, count: int) -> None:
+    """What buffers of unlike strides get; all other tests here have the triton kernels."""
     test_both_ways_as_on_the_cpu(setup, count, background=False)
+
+
+def test_packing_is_one_launch(setup: Setup) -> None:
+    assert type(setup.transfer._packing).__name__ == "TritonPacking"
 
 
 @pytest.mark.parametrize("setup", [{"dtype": dtype} for dtype in DTYPES], indirect=True, ids=DTYPES)
