@@ -100,7 +100,10 @@ class NeoServerArgs(ServerArgs):
     ] = 12.0
     neo_cpu_threads: A[
         int | None,
-        Arg(help="CPU threads for attention, per machine. Default: all cores but one per rank."),
+        Arg(
+            help="CPU threads for attention, per machine. Default: all cores but one per rank and "
+            "one in eight, two at most, for SGLang's other processes."
+        ),
     ] = None
     neo_deferred_slots: A[
         int,

@@ -181,9 +181,18 @@ def _pool(runner: Any, device: DeviceKV) -> tuple[HostMemory, HostKVPool]:
     return memory, HostKVPool(geometry, pages, memory)
 
 
+def default_threads(cores: int, ranks: int) -> int:
+    """CPU attention threads of a machine, at least one.
+
+    Workers never yield while steps run. A worker that has to share its core is off it for milliseconds, and the
+    hand-off that it works at is late by as much: so every rank's scheduler has a core, and one core in eight, two at
+    most, is left for what turns text into tokens and back and answers clients.
+    """
+    return max(1, cores - ranks - min(2, cores // 8))
+
+
 def _workers(runner: Any) -> WorkerPool:
     args = runner.server_args
     ranks = args.tp_size * args.dp_size
-    cores = len(os.sched_getaffinity(0))
-    # Every rank's scheduler needs a core for itself, where there are enough.
-    return worker_pool(max(1, (args.neo_cpu_threads or cores - ranks) // ranks))
+    threads = args.neo_cpu_threads or default_threads(len(os.sched_getaffinity(0)), ranks)
+    return worker_pool(max(1, threads // ranks))

@@ -187,9 +187,10 @@ class DeferredAttention(HostAttention):
         of_layers = [of_cohort[layer] if of_cohort is not None else None for layer, of_cohort in enumerate(jobs)]
         kept = (self.outbox, self.inbox, self.flags)
         try:
-            # Jobs of different cohorts have workspaces of their own.
             handoffs = self._handoffs.with_jobs(of_layers)
-            self.service.submit(Step(epoch, number, handoffs, overlap=2, keepalive=kept, deferred=True))
+            # Each job is another cohort's, with a workspace of its own: a late worker holds up one job only.
+            overlap = self.geometry.layers
+            self.service.submit(Step(epoch, number, handoffs, overlap=overlap, keepalive=kept, deferred=True))
         except RuntimeError as refused:
             raise StepRefused(str(refused)) from refused
         self._epoch = self._taken = self._answering = epoch
