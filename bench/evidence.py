@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -149,7 +150,7 @@ def _ratio(claim: Published, load: Sequence[Request]) -> float:
     throughput = []
     for modes in (claim.modes[:1], claim.modes):
         # As the papers' systems: nobody is protected from prefills or from a host row's latency.
-        limits = Limits(threads=claim.machine.threads, modes=modes, max_host_tpot=None, host_prefill_share=1.0)
+        limits = Limits(threads=claim.machine.threads, modes=modes, max_host_tpot=None, max_slowdown=math.inf)
         requests = [replace(request) for request in load]
         host = host_tokens(claim.machine, model)
         throughput.append(Server(requests, tables(claim.machine, model), limits, pool, host).run().throughput)

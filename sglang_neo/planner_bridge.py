@@ -89,6 +89,11 @@ def limits_of(scheduler: Any, attention: HostAttention, rules: Rules, deferral: 
     )
 
 
+def _held_up_for(step: StepPlan) -> float:
+    """Seconds for which a step that is under way holds device rows up for the host's sake, as far as is known."""
+    return step.cost.seconds if step.prefill_to == "host" and step.held_up else 0.0
+
+
 class PlannerBridge:
     """Owned by the scheduler; keeps the planner's memory.
 
@@ -112,6 +117,7 @@ class PlannerBridge:
         self._planned: StepPlan | None = None
         self._host_reqs: Sequence[Any] = ()  # in the order in which the plan names host rows
         self._counted = (0, 0)  # rows that the plan was made for
+        self._prefills_in_flight = 0.0  # seconds that host-bound ones are expected to take from device rows
         self._idle = True
         self._last_span: Any = None
         self._seen_answers_ns = 0
@@ -191,7 +197,11 @@ class PlannerBridge:
         there = deferral is not None and deferral.has_room(len(state.device_rows))
         limits = self.limits if there or deferral is None else self._without_slots
         first = self._runner.ps.tp_rank == 0
-        memory = replace(self.memory, steps_since_departure=self._placement.steps_since_departure)
+        memory = replace(
+            self.memory,
+            steps_since_departure=self._placement.steps_since_departure,
+            host_prefill_debt=self.memory.host_prefill_debt + self._prefills_in_flight,
+        )
         mine = plan(state, limits, self.tables, memory, admit) if first else None
         made: StepPlan = from_first_rank(self._runner, mine)
         return made
@@ -348,9 +358,11 @@ class PlannerBridge:
             device_rows=0,
             prefill=(tokens,),
             prefill_to="host" if to_host else "device",
+            held_up=self._counted[0],
             standing=len(self._manager.host_rows()),
             regret=self.memory.regret,
         )
+        self._prefills_in_flight += _held_up_for(step)
         batch.neo_planned = Launched(step, Rows(), Rows(), not self._idle)
 
     def loading_back_pays(self, tokens: int, past: int, hit: int) -> bool:
@@ -371,6 +383,7 @@ class PlannerBridge:
         span = getattr(result, "neo_span", None)
         if launched is None or span is None:
             return
+        self._prefills_in_flight -= _held_up_for(launched.plan)
         last, self._last_span = self._last_span, span
         if self._runner.ps.tp_rank != 0:
             return

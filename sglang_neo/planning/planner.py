@@ -22,6 +22,7 @@ from sglang_neo.planning.correction import Learner, Measured, Proportional
 from sglang_neo.planning.costs import MODES, Corrections, Costs, Mode, Rows, StepCost
 from sglang_neo.planning.guard import Guard, GuardRules
 from sglang_neo.planning.inequalities import lane_beside_prefill_pays
+from sglang_neo.planning.metering import Meter
 from sglang_neo.planning.tables import Tables
 
 Place = Literal["device", "host"]
@@ -29,8 +30,13 @@ Place = Literal["device", "host"]
 #: Rows that leave the device in one step at most, or return to it.
 MOVED_AT_ONCE = 64
 
-#: Steps whose share of host-bound prefill may be saved up while there is nothing to prefill.
-SAVED_STEPS = 64
+#: Of ``Limits.max_slowdown``, what host-bound prefills are planned to take. The rest is for what is not known before:
+#: a request that meets one at its start, times that are corrected later, the hand-offs in its other steps.
+PLANNED_SLOWDOWN = 0.7
+
+#: A host-bound prefill takes at most the share of so many steps at once, so that a short answer does not meet a long
+#: prompt whole; and so many tokens at least, for fewer would not keep a GPU busy.
+STEPS_AT_ONCE, LEAST_AT_ONCE = Meter.STEPS_AT_ONCE, Meter.LEAST_AT_ONCE
 
 #: Host rows in reserve, as a part of those that take part. A host-bound prefill waits until the reserve is gone, or
 #: until it costs no more than ``PREFILL_WASTE`` beyond what its tokens cost in a full one.
@@ -54,7 +60,7 @@ class Limits:
     prefill_tokens: int = 8192  # new tokens of one prefill step
     device_page: int = 1  # tokens
     host_page: int = 64  # tokens
-    host_prefill_share: float = 0.25  # of the time, for prefills of host-bound prompts while device rows wait
+    max_slowdown: float = 0.10  # of device rows by prefills of host-bound prompts, as a part of their time without
     margin: float = 0.03  # by which the CPU's part must be faster than none
     patience: int = 2048  # steps that host rows stand still before they get the next room on the device
     rules: placement.Rules = field(default_factory=placement.Rules)
@@ -109,6 +115,7 @@ class StepPlan:
     slots: int = 0  # of a deferred step
     prefill: tuple[int, ...] = ()  # new tokens of the first waiting prompts
     prefill_to: Place | None = None
+    held_up: int = 0  # device rows that wait meanwhile
     load_back: bool = False  # whether the first prompt's host hit is copied to the device instead of computed again
     to_host: tuple[int, ...] = ()  # indices into ``State.device_rows``
     to_device: tuple[int, ...] = ()  # indices into ``State.host_rows``
@@ -130,7 +137,7 @@ class Memory:
     regret: float = 0.0
     steps_since_departure: int = 1 << 30
     stalled: int = 0  # steps in a row in which there were host rows and none took part
-    host_prefill_credit: float = 0.0  # seconds
+    host_prefill_debt: float = 0.0  # seconds that host-bound prefills have taken before their time
     corrections: Corrections = field(default_factory=Corrections)
     guard: Guard = field(default_factory=Guard)
 
@@ -377,14 +384,16 @@ def _admitted(
     wanted = math.ceil(goal.resident * (1 + RESERVE)) - resident
     device_free = state.device_free - state.device_reserved
     host_free = state.host_free - state.host_reserved
+    due = memory.host_prefill_debt <= 0 or not state.device_rows
+    most = _host_prefill_tokens(state, limits, costs)
     prompts: list[Prompt] = []
     place: Place | None = None
     tokens = 0
     for prompt in state.waiting:
-        if tokens >= limits.prefill_tokens:
+        if tokens >= (most if place == "host" else limits.prefill_tokens):
             break
         footprint = _pages(max(prompt.room, prompt.tokens + prompt.past), limits.host_page)
-        if prompt.place == "host" and memory.host_prefill_credit < 0 and state.device_rows:
+        if prompt.place == "host" and not due:
             break
         if prompt.place is not None:
             where = prompt.place
@@ -393,7 +402,7 @@ def _admitted(
         elif (
             (wanted > 0 or prompt.room >= state.device_total)  # it can run in host memory only
             and footprint <= host_free
-            and (memory.host_prefill_credit >= 0 or not state.device_rows)
+            and due
         ):
             where = "host"
         else:
@@ -411,10 +420,22 @@ def _admitted(
     if place == "host" and prompts[0].place is None and len(prompts) < len(state.waiting) and state.device_rows:
         # Host rows end one by one. To replace each at once would cost a small prefill each, most of it overhead.
         few = resident > goal.resident
-        whole = costs.prefill(limits.prefill_tokens, 0).seconds / limits.prefill_tokens
+        whole = costs.prefill(most, 0).seconds / most
         if few and costs.prefill(tokens, 0).seconds > (1 + PREFILL_WASTE) * whole * tokens:
             return (), None
     return tuple(prompts), place
+
+
+def _host_prefill_tokens(state: State, limits: Limits, costs: Costs) -> int:
+    """New tokens of one host-bound prefill at most: as many as take the share of ``STEPS_AT_ONCE`` steps."""
+    most = limits.prefill_tokens
+    if not state.device_rows:
+        return most
+    step = costs.gpu_only(Rows(len(state.device_rows), sum(state.device_rows))).seconds
+    seconds = PLANNED_SLOWDOWN * limits.max_slowdown * STEPS_AT_ONCE * step
+    while most > LEAST_AT_ONCE and costs.prefill(most, 0).seconds > seconds:
+        most = max(most // 2, LEAST_AT_ONCE)
+    return most
 
 
 def _prefill(
@@ -431,7 +452,8 @@ def _prefill(
     first = prompts[0]
     load_back = place == "device" and load_back_pays(costs, first.tokens, first.past, first.host_hit)
     hit = first.host_hit if load_back else 0
-    chunks = _chunks((prompt.tokens - (hit if prompt is first else 0) for prompt in prompts), limits.prefill_tokens)
+    most = _host_prefill_tokens(state, limits, costs) if place == "host" else limits.prefill_tokens
+    chunks = _chunks((prompt.tokens - (hit if prompt is first else 0) for prompt in prompts), most)
     past = sum(prompt.past for prompt in prompts[: len(chunks)]) + hit
     cost = costs.prefill(sum(chunks), past)
     if limits.max_tpot and state.device_rows:
@@ -454,6 +476,7 @@ def _prefill(
         lane_b=lane_b,
         prefill=chunks,
         prefill_to=place,
+        held_up=len(state.device_rows),
         load_back=load_back,
         standing=len(state.host_rows) - lane_b,
         regret=regret,
@@ -558,22 +581,26 @@ def after_step(
         corrections = learner(corrections, step.cost, measured)
     if step.decode_mode != memory.mode:
         lines.append(f"mode {step.decode_mode} instead of {memory.mode}")
-    # Time passes for the share of host-bound prefills; what they took beyond it must be waited for.
-    share = limits.host_prefill_share
-    credit = memory.host_prefill_credit + share * measured.seconds
-    if step.prefill_to == "host":
-        credit -= measured.seconds
-    elif credit > 0:
-        credit = min(credit, share * SAVED_STEPS * step.cost.seconds)
     return (
         Memory(
             mode=step.decode_mode,
             regret=step.regret,
             steps_since_departure=0 if step.to_host else memory.steps_since_departure + 1,
             stalled=memory.stalled + 1 if step.standing and not step.host_rows else 0,
-            host_prefill_credit=credit,
+            host_prefill_debt=_debt(memory.host_prefill_debt, step, measured.seconds, limits),
             corrections=corrections,
             guard=guard,
         ),
         tuple(lines),
     )
+
+
+def _debt(debt: float, step: StepPlan, seconds: float, limits: Limits) -> float:
+    """Of host-bound prefills, after a step that took so long. What they take from device rows is paid back by the time
+    that these rows have without them, theirs in plain SGLang too: their own steps, and prefills to the device. Unused
+    time is not saved up: a request that comes then has no part in it."""
+    if step.prefill_to == "host":
+        return debt + seconds if step.held_up else 0.0
+    if not (step.held_up or step.device_rows):
+        return 0.0  # nobody was held up, and whoever comes next was not there
+    return max(0.0, debt - PLANNED_SLOWDOWN * limits.max_slowdown * seconds)

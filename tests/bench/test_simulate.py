@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -102,6 +103,25 @@ def test_auto_is_hardly_ever_worse_than_the_best_fixed_mode(prompt: int, output:
     point = Point("H200", MODEL, prompt, output, load, "test", rows, seed=5)
     result = run_point(point, 4, Perturbation())
     assert result["auto_over_best"] >= 0.98, result
+
+
+def test_a_burst_for_the_host_slows_device_rows_by_a_tenth_at_most() -> None:
+    """On machines that are not as their tables say, beside requests of 260 tokens that fill the device."""
+
+    def slowest(prompt: int, seed: int, modes: tuple[Mode, ...], **more: float) -> float:
+        """Seconds per token of the device rows'."""
+        requests = backlog(8, 440, 260)
+        requests += [Request(0.5, prompt, 100, best_effort=True) for _ in range(200)]
+        limits = Limits(MACHINE.threads, modes, max_host_tpot=None, **more)
+        outcome = Server(requests, TABLES, limits, POOL, HOST, Perturbation(bursts=(0, 0, 1)), seed).run()
+        assert (outcome.host_share > 0.05) == (len(modes) > 1)
+        return max(request.tpot or math.inf for request in requests[:8])
+
+    for prompt in (60, 1000):
+        for seed in range(3):
+            plain = slowest(prompt, seed, ("gpu_only",))
+            assert slowest(prompt, seed, ("gpu_only", "deferred")) <= 1.10 * plain, (prompt, seed)
+        assert slowest(prompt, 0, ("gpu_only", "deferred"), max_slowdown=math.inf) > 1.10 * plain, "it is the meter"
 
 
 def test_a_cpu_that_others_burn_is_left_out_and_comes_back() -> None:
