@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.machines import MACHINES, MODELS, Machine, host_tokens, tables
 from sglang_neo.planning.correction import Measured
-from sglang_neo.planning.costs import Corrections, Costs, Mode, Rows
+from sglang_neo.planning.costs import Corrections, Costs, Mode, Rows, lanes_wait
 from sglang_neo.planning.planner import Limits, Memory, Place, Prompt, State, StepPlan, after_step, plan
 from sglang_neo.planning.tables import Tables
 
@@ -189,7 +189,7 @@ class TrueMachine:
             linear_b = costs.linear(lane_b.count) * noise
             attention = cost.attention * noise
             a, b = (self._layers * costs.cpu_layer(lane) * slower for lane in (lane_a, lane_b))
-            wait = max(0.0, b - linear_a - attention) + max(0.0, a - linear_b)
+            wait = lanes_wait(linear_a, linear_b, attention, a, b)
             return Measured(cost.device * noise + wait, wait, a + b)
         if step.mode == "sync":
             cost = costs.sync(device, lane_a)

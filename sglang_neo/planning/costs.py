@@ -63,6 +63,21 @@ class Rows:
 NO_ROWS = Rows()
 
 
+def lanes_wait(linear_a: float, linear_b: float, attention: float, cpu_a: float, cpu_b: float) -> float:
+    """What the device waits for the CPU in two lanes, from times of a step or of a layer.
+
+    In stream order: A's hand-off, its device attention, B's linear layers, B's hand-off, A's answer, A's linear layers,
+    A's hand-off of the next layer ... So A's answer has the attention and B's linear layers, B's has A's linear layers
+    and the attention of the next layer, and one CPU works on both in turn.
+
+    Args:
+        attention: of the device, in lane A.
+        cpu_a, cpu_b: of the lanes' hand-offs.
+    """
+    of_a, of_b = cpu_a - linear_b - attention, cpu_b - linear_a - attention
+    return max(0.0, of_a, of_b, cpu_a + cpu_b - linear_a - linear_b - attention)
+
+
 @dataclass(frozen=True)
 class Costs:
     """The cost model of one machine.
@@ -146,21 +161,20 @@ class Costs:
         )
 
     def pipelined(self, device: Rows, lane_a: Rows, lane_b: Rows) -> StepCost:
-        """Two lanes. In each layer lane B's hand-off has the time of lane A's linear layers and of the device's
-        attention, lane A's has the time of lane B's linear layers."""
+        """Two lanes. In each layer either lane's hand-off has the time of the other lane's linear layers and of the
+        device's attention, and both together have all of the device's time: see ``lanes_wait``."""
         layers = self.tables.layers
         linear_a, linear_b = self.linear(device.count + lane_a.count), self.linear(lane_b.count)
         attention = self.device_attention(device)
-        cpu_a, cpu_b = self.cpu_layer(lane_a), self.cpu_layer(lane_b)
-        wait = max(cpu_b - (linear_a + attention) / layers, 0) + max(cpu_a - linear_b / layers, 0)
+        cpu_a, cpu_b = layers * self.cpu_layer(lane_a), layers * self.cpu_layer(lane_b)
         return StepCost(
             linear=linear_a + linear_b,
             attention=attention,
             overhead=(self.tables.step_overhead + self.tables.lane_overhead) * self.corrections.overhead
             + self.handoffs(lane_a)
             + self.handoffs(lane_b),
-            wait=layers * wait,
-            cpu=layers * (cpu_a + cpu_b),
+            wait=lanes_wait(linear_a, linear_b, attention, cpu_a, cpu_b),
+            cpu=cpu_a + cpu_b,
         )
 
     def deferred(self, device: Rows, slots: Rows, occupied: float = 1.0) -> StepCost:
@@ -232,11 +246,17 @@ class Costs:
         return low
 
     def lanes(self, device: Rows, mean_tokens: float, most: int) -> tuple[int, int]:
-        """Host rows of lanes A and B that keep the CPU busy without making the device wait, at most ``most`` in all."""
+        """Host rows of lanes A and B that keep the CPU busy without making the device wait, at most ``most`` in all:
+        about the same in either, as ``lanes.second_lane`` has it."""
         layers = self.tables.layers
         attention = self.device_attention(device)
-        lane_b = self.rows_within((self.linear(device.count) + attention) / layers, mean_tokens, most)
-        lane_a = self.rows_within(self.linear(lane_b) / layers, mean_tokens, most - lane_b)
+        linear_a, linear_b = self.linear(device.count), self.linear(1)  # or more, with rows
+        each = min(linear_a + linear_b + attention, 2 * (min(linear_a, linear_b) + attention)) / 2
+        lane_b = self.rows_within(each / layers, mean_tokens, most // 2)
+        # What one row more in lane A takes may be there where two were too many.
+        room = linear_a + linear_b + attention - layers * self.cpu_layer(Rows(lane_b, lane_b * mean_tokens))
+        room = min(room, linear_b + attention)
+        lane_a = self.rows_within(room / layers, mean_tokens, min(lane_b + 1, most - lane_b))
         return lane_a, lane_b
 
     def slots(self, device: Rows, mean_tokens: float, most: int) -> int:

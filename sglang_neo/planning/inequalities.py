@@ -56,8 +56,8 @@ def pipelined_rate(terms: Terms, host_rows: float | None = None) -> float:
 
 
 def pipelined_host_rows(terms: Terms) -> float:
-    """Host rows per step that keep the CPU busy for the whole step: those of lane A while lane B's linear layers run,
-    those of lane B while lane A's and the device's attention do."""
+    """Host rows per step that keep the CPU busy for the whole step. It works on both lanes in turn, on either while the
+    other one's linear layers and the device's attention run."""
     return terms.host_rate * (2 * terms.linear + terms.attention)
 
 

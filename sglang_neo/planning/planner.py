@@ -111,7 +111,7 @@ class StepPlan:
     tokens: float  # that it brings its rows forward, those of rows in flight counted by layers
     device_rows: int  # that decode
     lane_a: int = 0  # host rows beside the device rows: in lane A, or in the one batch of a sync step
-    lane_b: int = 0  # host rows in lane B; both lanes take the first of ``State.host_rows``, B before A
+    lane_b: int = 0  # host rows in lane B; both lanes take the first of ``State.host_rows``
     slots: int = 0  # of a deferred step
     prefill: tuple[int, ...] = ()  # new tokens of the first waiting prompts
     prefill_to: Place | None = None
@@ -281,10 +281,9 @@ def _with_rows(
         tpot = cost.seconds * max(1, rows / count)
         choices.append(Choice("sync", cost, device.count + count, count, 0, 0, count, tpot, count))
     if lanes != (0, 0):
-        lane_b = min(rows, lanes[1])
-        lane_a = min(rows - lane_b, lanes[0])
+        count = min(rows, sum(lanes))
+        lane_a, lane_b = count - count // 2, count // 2
         cost = costs.pipelined(device, Rows(lane_a, lane_a * mean), Rows(lane_b, lane_b * mean))
-        count = lane_a + lane_b
         if count:
             tpot, needed = cost.seconds * max(1, rows / count), lanes[0] + lanes[1]
             choices.append(Choice("pipelined", cost, device.count + count, lane_a, lane_b, 0, needed, tpot, count))

@@ -54,7 +54,7 @@ def check(outcome: Outcome, requests: list[Request]) -> None:
 def test_all_are_served_and_the_same_run_gives_the_same_result(modes: tuple[Mode, ...]) -> None:
     outcomes = []
     for _ in range(2):
-        requests = poisson(40, 20, 500, 60, seed=2)
+        requests = poisson(40, 40, 500, 60, seed=2)
         outcomes.append(server(requests, modes, Perturbation()).run())
         check(outcomes[-1], requests)
     assert outcomes[0] == outcomes[1]

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sglang_neo.planning import inequalities as q
-from sglang_neo.planning.costs import Costs, Rows
+from sglang_neo.planning.costs import Costs, Rows, lanes_wait
 from sglang_neo.planning.inequalities import Terms
 from tests.planning.machines import ideal
 
@@ -155,3 +155,26 @@ def test_the_cost_model_gives_the_same_rates_where_the_assumptions_hold(
     assert (rows + slots) / step.seconds == pytest.approx(q.deferred_rate(t, slots))
     if slots < host:
         assert slots + 1 > t.host_rate * (t.linear + t.attention) * (1 - 1e-9)
+
+
+times = st.floats(0, 10)
+
+
+@given(times, times, times, times, times)
+def test_two_lanes_wait_as_their_stream_does(
+    linear_a: float, linear_b: float, attention: float, cpu_a: float, cpu_b: float
+) -> None:
+    """Event by event over many layers: the device in stream order, one CPU that takes hand-offs as they come."""
+    layers = 300
+    device = cpu = 0.0
+    answered = {"a": 0.0, "b": 0.0}
+    for layer in range(layers):
+        for lane, linear, takes, own in (("a", linear_a, cpu_a, attention), ("b", linear_b, cpu_b, 0.0)):
+            device = max(device, answered[lane]) + linear  # its answer of the layer before, and its projections
+            cpu = answered[lane] = max(cpu, device) + takes  # handed over
+            device += own
+        if layer == layers // 2:
+            begin = device
+    seconds = (device - begin) / (layers - 1 - layers // 2)
+    alone = linear_a + linear_b + attention
+    assert seconds - alone == pytest.approx(lanes_wait(linear_a, linear_b, attention, cpu_a, cpu_b), abs=0.15)
