@@ -51,8 +51,11 @@ PORTS = range(10000, 30000)
 
 
 def free_port(ports: Sequence[int] = PORTS) -> int:
-    """One of ``ports`` on 127.0.0.1 that nothing listens on. Of several processes, give each a range of its own."""
-    for port in random.sample(ports, len(ports)):
+    """One of ``ports`` on 127.0.0.1 that nothing listens on. Of several processes, give each a range of its own.
+
+    Chosen by the system's random numbers: SGLang seeds Python's, and two runs of the tests would choose alike.
+    """
+    for port in random.SystemRandom().sample(ports, len(ports)):
         if port_is_free(port):
             return port
     raise OSError(f"no port from {ports[0]} to {ports[-1]} is free")
