@@ -58,20 +58,22 @@ def tiny(model_directory: Path) -> Callable[..., Path]:
     return build
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone(tiny: Callable[..., Path]) -> Callable[[str, Sequence[Any]], dict[str, Any]]:
-    """``alone("llama", requests)``: references of each request by itself on a plain model runner: no scheduler, no
-    cache, batch size 1."""
-    kept: dict[tuple[str, int], dict[str, Any]] = {}
+    """``alone("llama", requests)``: what a plain model runner answers: no scheduler, no cache, nothing but decoding.
+    Kept per prompt. It runs several at a time: test_runner.py shows that this changes nothing."""
+    kept: dict[tuple[str, tuple[int, ...], int], Any] = {}
 
     def references(arch: str, requests: Sequence[Any]) -> dict[str, Any]:
         from tests.harness.inprocess import InProcessRunner
 
-        key = (arch, hash(tuple((r.name, tuple(r.prompt), r.max_new_tokens) for r in requests)))
-        if key not in kept:
-            with InProcessRunner("plain", tiny(arch)) as runner:
-                kept[key] = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
-        return kept[key]
+        keys = {r.name: (arch, tuple(r.prompt), r.max_new_tokens) for r in requests}
+        missing = {keys[r.name]: r for r in requests if keys[r.name] not in kept}
+        if missing:
+            with InProcessRunner("plain", tiny(arch), max_total_tokens=8192, max_running_requests=32) as runner:
+                answers = runner.answers(list(missing.values()))
+            kept.update({key: answers[r.name] for key, r in missing.items()})
+        return {name: kept[key] for name, key in keys.items()}
 
     return references
 

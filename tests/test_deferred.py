@@ -91,7 +91,7 @@ def test_a_real_model(smollm2: Path) -> None:
     rng = random.Random(12)
     requests = [Request(f"r{i}", [rng.randrange(3, 49000) for _ in range(20 + 9 * i)], 4, arrive=i) for i in range(5)]
     with InProcessRunner("plain", smollm2) as runner:
-        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
+        alone = runner.answers(requests)
     with InProcessScheduler("neo", smollm2, neo_deferred_slots=2, max_total_tokens=128) as scheduler:
         scheduler.scheduler.placement.rules = Rules(returns_per_step=0)
         got = scheduler.run(requests, lambda s, step: s.token_manager.audit())

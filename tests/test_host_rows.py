@@ -46,7 +46,7 @@ def test_a_real_model_is_exact_under_random_migrations(smollm2: Path) -> None:
     rng = random.Random(12)
     requests = [Request(f"r{i}", [rng.randrange(3, 49000) for _ in range(20 + 9 * i)], 24, arrive=i) for i in range(5)]
     with InProcessRunner("plain", smollm2) as runner:
-        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
+        alone = runner.answers(requests)
     moves = RandomMoves(seed=2)
     with InProcessScheduler("neo", smollm2) as scheduler:
         got = scheduler.run(requests, moves)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sglang_neo.errors import UsageError
-from tests.harness.exact import Reference, assert_exact, first_difference
-from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request, Result
+from tests.harness.exact import assert_exact, first_difference
+from tests.harness.inprocess import InProcessScheduler, Request, Result
 from tests.harness.models import ARCHITECTURES, VOCAB_SIZE, perturbed_copy
 
 Tiny = Callable[..., Path]
@@ -45,23 +45,6 @@ def workload() -> list[Request]:
 
 
 SHARING = ("shares-1", "shares-2", "same-again")
-
-
-@pytest.fixture(scope="module")
-def alone(tiny: Tiny) -> Callable[[str, Sequence[Request]], dict[str, Reference]]:
-    """Each request by itself on a plain model runner: no scheduler, no cache, batch size 1. Kept per prompt."""
-    kept: dict[tuple[str, tuple[int, ...], int], Reference] = {}
-
-    def references(arch: str, requests: Sequence[Request]) -> dict[str, Reference]:
-        keys = {r.name: (arch, tuple(r.prompt), r.max_new_tokens) for r in requests}
-        missing = [key for key in dict.fromkeys(keys.values()) if key not in kept]
-        if missing:
-            with InProcessRunner("plain", tiny(arch)) as runner:
-                for key in missing:
-                    kept[key] = runner.references([key[1]], key[2])["0"]
-        return {name: kept[key] for name, key in keys.items()}
-
-    return references
 
 
 def tokens(results: dict[str, Result]) -> dict[str, list[int]]:

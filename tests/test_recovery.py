@@ -16,7 +16,7 @@ import pytest
 from cpu_kernels.workers import Job
 from sglang_neo.planning.placement import Rules, pause_after
 from tests.harness.exact import assert_exact
-from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request
+from tests.harness.inprocess import InProcessScheduler, Request
 from tests.harness.traffic import RandomMoves, random_prompt, random_requests, tokens
 
 Tiny = Callable[..., Path]
@@ -57,10 +57,8 @@ def crowd(seed: int, count: int = 10, answer: int = 60) -> list[Request]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_workers_that_stop_for_a_while(tiny: Tiny, caplog: pytest.LogCaptureFixture, overlap: bool) -> None:
+def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, caplog: pytest.LogCaptureFixture, overlap: bool) -> None:
     requests = crowd(seed=1)
-    with InProcessRunner("plain", tiny("llama")) as runner:
-        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
     stall = Stall(after=8, seconds=2.0, times=2)
     options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
     with (
@@ -72,19 +70,19 @@ def test_workers_that_stop_for_a_while(tiny: Tiny, caplog: pytest.LogCaptureFixt
         recovery = scheduler.scheduler.recovery
         state = scheduler.scheduler.neo_state()
     assert stall.stalls == 2
-    assert_exact(alone, tokens(got))
+    assert_exact(alone("llama", requests), tokens(got))
     assert recovery.failed_steps >= 2 and recovery.restarted_reqs >= 2
     assert state["failed_steps"] == recovery.failed_steps and state["restarted_reqs"] == recovery.restarted_reqs
     told = [record.message for record in caplog.records if "CPU attention failed" in record.message]
     assert len(told) >= 2 and "no worker took" in told[0] and "Restarted" in told[0], caplog.text
 
 
-def test_a_step_that_is_refused_runs_without_its_host_rows(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_refused_runs_without_its_host_rows(
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang_neo.hybrid.host_attention import HostAttention, StepRefused
 
     requests = crowd(seed=2)
-    with InProcessRunner("plain", tiny("llama")) as runner:
-        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
     launch, calls = HostAttention.launch, [0]
 
     def refusing(self: HostAttention, *args: Any) -> int:
@@ -107,19 +105,17 @@ def test_a_step_that_is_refused_runs_without_its_host_rows(tiny: Tiny, monkeypat
         got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
         recovery = scheduler.scheduler.recovery
     assert calls[0] > 20 and recovery.failed_steps == 3
-    assert_exact(alone, tokens(got))
+    assert_exact(alone("llama", requests), tokens(got))
 
 
 @pytest.mark.parametrize(("seed", "page_size"), [(1, 1), (4, 16)])
 def test_a_step_fails_when_the_one_behind_it_is_on_its_way(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, seed: int, page_size: int
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, seed: int, page_size: int
 ) -> None:
     """As on a GPU, where launching a step does not wait for the CPU: both fail, with rows moving meanwhile."""
     from sglang_neo.hybrid.host_attention import HostAttention
 
     requests = random_requests(seed=22 + seed)
-    with InProcessRunner("plain", tiny("llama")) as runner:
-        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
     rng, own, last_bad, pairs = random.Random(seed), HostAttention.failure, [0], [0]
 
     def failure(self: HostAttention, epoch: int) -> str | None:
@@ -135,22 +131,22 @@ def test_a_step_fails_when_the_one_behind_it_is_on_its_way(
         scheduler.scheduler.placement.rules = Rules(pause_steps=2)
         got = scheduler.run(requests, RandomMoves(seed=3, rate=0.2))
     assert pairs[0] > 0
-    assert_exact(alone, tokens(got))
+    assert_exact(alone("llama", requests), tokens(got))
 
 
-def test_wrong_tokens_are_published_where_a_failure_goes_unseen(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tokens_are_published_where_a_failure_goes_unseen(
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control: the stall does harm, and only the recovery keeps it from the answers."""
     from sglang_neo.hybrid.host_attention import HostAttention
 
     requests = crowd(seed=1)
-    with InProcessRunner("plain", tiny("llama")) as runner:
-        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
     monkeypatch.setattr(HostAttention, "failure", lambda self, epoch: self.reset(60) and None)
     options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
     with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=True, **options) as scheduler:
         got = scheduler.run(requests, Stall(after=8, seconds=2.0))
     with pytest.raises(AssertionError):
-        assert_exact(alone, tokens(got))
+        assert_exact(alone("llama", requests), tokens(got))
 
 
 def test_pauses_grow_with_failures_in_a_row() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from sglang_neo import seams
 from tests.harness.exact import Reference, assert_exact, first_difference
-from tests.harness.inprocess import InProcessRunner
+from tests.harness.inprocess import InProcessRunner, Request
 from tests.harness.models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 Tiny = Callable[..., Path]
@@ -65,6 +65,17 @@ def test_batched_and_alone_agree(tiny: Tiny, page_size: int) -> None:
         tokens, _ = runner.generate(prompts(), STEPS)
         runner.model_runner.token_to_kv_pool_allocator.token_manager.audit()
     assert_exact(alone, {str(i): row for i, row in enumerate(tokens)})
+
+
+def test_answers_do_not_depend_on_what_is_decoded_beside_them(tiny: Tiny) -> None:
+    """Most tests compare with answers of a plain runner that were computed several at a time."""
+    requests = [Request(str(i), prompt, STEPS - i) for i, prompt in enumerate(prompts())]
+    with InProcessRunner("plain", tiny("llama"), max_total_tokens=256, max_running_requests=3) as runner:
+        alone = runner.references(prompts(), STEPS)
+        together = runner.answers(requests)
+    assert_exact({name: together[name] for name in alone}, {n: r.tokens[: STEPS - int(n)] for n, r in alone.items()})
+    for name, reference in together.items():
+        assert reference.gaps == pytest.approx(alone[name].gaps[: len(reference.gaps)], abs=1e-4)
 
 
 def test_the_worker_builds_our_classes(tiny: Tiny) -> None:

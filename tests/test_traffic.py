@@ -19,7 +19,7 @@ from sglang_neo.hybrid.deferred import DeferredAttention
 from sglang_neo.hybrid.host_attention import HostAttention, StepRefused
 from sglang_neo.planning.placement import Rules
 from tests.harness.exact import assert_exact
-from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request
+from tests.harness.inprocess import InProcessScheduler, Request
 from tests.harness.traffic import RandomMoves, random_prompt, tokens
 
 if torch.cuda.is_available():
@@ -84,7 +84,9 @@ class SometimesRefusesDeferred:
 @pytest.mark.parametrize("mode", ["sync", "pipelined", "deferred"])
 @pytest.mark.parametrize("seed", range(int(os.environ.get("NEO_TEST_SEEDS", "1"))))
 @pytest.mark.timeout(max(300, STEPS))
-def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, seed: int, mode: str) -> None:
+def test_random_traffic(
+    tiny: Callable[..., Path], alone: Any, monkeypatch: pytest.MonkeyPatch, seed: int, mode: str
+) -> None:
     """Deferred steps with every hand-off audited."""
     rng = random.Random(1000 + seed)
     prefixes = [random_prompt(rng, 90) for _ in range(3)]
@@ -130,6 +132,4 @@ def test_random_traffic(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPat
           f"{recovery.failed_steps} failed steps")  # fmt: skip
     assert moved.to_host > 20 and moved.to_device > 5 and moves.host_steps > STEPS / 10
     assert recovery.failed_steps == refusals.refused
-    with InProcessRunner("plain", tiny("llama")) as runner:
-        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in compared}
-    assert_exact(alone, got)
+    assert_exact(alone("llama", compared), got)

@@ -14,6 +14,7 @@ Everything that these objects need from SGLang's internals stands in this file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import socket
 import types
@@ -81,10 +82,14 @@ def server_args(kind: Kind, model: Path, **arguments: Any) -> Any:
     """Plain or our server arguments with DEFAULT_ARGS under ``arguments``, resolved."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import common
 
     from sglang_neo.args import NeoServerArgs
 
     load_plugins()
+    # On the CPU device SGLang runs lscpu a dozen times per scheduler; the machine is always the same one.
+    if not hasattr(common.parse_lscpu_topology, "cache_info"):
+        common.parse_lscpu_topology = functools.cache(common.parse_lscpu_topology)
     args_class = NeoServerArgs if kind == "neo" else ServerArgs
     if kind == "neo":  # a mode that depends on nothing that is measured
         arguments.setdefault("neo_mode", "deferred" if arguments.get("neo_deferred_slots") else "sync")
@@ -417,9 +422,31 @@ class InProcessRunner:
         found = {}
         for i, prompt in enumerate(prompts):
             [tokens], logits = self.generate([prompt], steps)
-            best = logits[0].float().topk(2, dim=-1).values
-            found[str(i)] = Reference(tokens, (best[:, 0] - best[:, 1]).tolist())
+            found[str(i)] = _reference(tokens, logits[0])
         return found
+
+    def answers(self, requests: Sequence[Request]) -> dict[str, Reference]:
+        """What each request is to be answered, by name: several at a time, those with the longest answers first."""
+        runner, found = self.model_runner, {}
+        waiting = sorted(requests, key=lambda request: -request.max_new_tokens)
+        while waiting:
+            steps, batch, room = waiting[0].max_new_tokens, [], runner.max_total_num_tokens
+            while waiting and len(batch) < runner.req_to_token_pool.size:
+                room -= len(waiting[0].prompt) + steps
+                if room < 0 and batch:
+                    break
+                batch.append(waiting.pop(0))
+            rows, logits = self.generate([request.prompt for request in batch], steps)
+            for request, row, row_logits in zip(batch, rows, logits, strict=True):
+                count = request.max_new_tokens
+                found[request.name] = _reference(row[:count], row_logits[:count])
+        return found
+
+
+def _reference(tokens: Sequence[int], logits: torch.Tensor) -> Reference:
+    """Of one row; logits ``[step, vocabulary]``."""
+    best = logits.float().topk(2, dim=-1).values
+    return Reference(tokens, (best[:, 0] - best[:, 1]).tolist())
 
 
 def _bare_request(name: str, prompt: Sequence[int], max_new_tokens: int) -> Any:

@@ -15,7 +15,7 @@ from sglang.srt.model_executor.cuda_graph_config import PhaseConfig
 from sglang_neo.hybrid.graphs import host_row_sizes
 from tests.harness.exact import assert_exact
 from tests.harness.graphs import capture_decode_steps
-from tests.harness.inprocess import InProcessRunner, InProcessScheduler
+from tests.harness.inprocess import InProcessScheduler
 from tests.harness.traffic import RandomMoves, random_requests, tokens
 
 
@@ -31,11 +31,9 @@ def test_sizes_for_host_rows() -> None:
 
 @pytest.mark.parametrize(("arch", "page_size", "overlap"), [("llama", 1, True), ("qwen3", 64, False)])
 def test_exact_from_graphs(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, arch: str, page_size: int, overlap: bool
+    tiny: Callable[..., Path], alone: Any, monkeypatch: pytest.MonkeyPatch, arch: str, page_size: int, overlap: bool
 ) -> None:
     requests = random_requests(seed=11)
-    with InProcessRunner("plain", tiny(arch)) as runner:
-        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
     options: dict[str, Any] = {"page_size": page_size, "disable_overlap_schedule": not overlap}
     moves = RandomMoves(seed=4, rate=0.15)
     # Batches of 7 and 8 rows have no graph: they run eagerly between the others.
@@ -44,7 +42,7 @@ def test_exact_from_graphs(
         backend = capture_decode_steps(model_runner, [1, 2, 3, 4, 6], monkeypatch)
         got = scheduler.run(requests, moves)
         steps = scheduler.scheduler.neo_metrics.counters.steps
-    assert_exact(alone, tokens(got))
+    assert_exact(alone(arch, requests), tokens(got))
     replayed = Counter(key.variant_label for key in backend.replays)
     assert replayed["host-rows"] > 10 and replayed[None] > 0, replayed
     assert {key.size for key in backend.replays} <= {1, 2, 3, 4, 6}
@@ -52,17 +50,17 @@ def test_exact_from_graphs(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_deferred_steps_from_graphs(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+def test_deferred_steps_from_graphs(
+    tiny: Callable[..., Path], alone: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
     """One graph per size serves slots anywhere in its batch; sizes below the slots have none."""
     requests = random_requests(seed=11)
-    with InProcessRunner("plain", tiny("qwen3")) as runner:
-        alone = {r.name: runner.references([r.prompt], r.max_new_tokens)["0"] for r in requests}
     options: dict[str, Any] = {"disable_overlap_schedule": not overlap, "neo_deferred_slots": 2}
     with InProcessScheduler("neo", tiny("qwen3"), neo_check_integrity=True, **options) as scheduler:
         backend = capture_decode_steps(scheduler.scheduler.tp_worker.model_runner, [1, 2, 3, 4, 6], monkeypatch)
         got = scheduler.run(requests, RandomMoves(seed=4, rate=0.08))
         steps = scheduler.scheduler.neo_metrics.counters.steps
-    assert_exact(alone, tokens(got))
+    assert_exact(alone("qwen3", requests), tokens(got))
     replayed = Counter((key.variant_label, key.size) for key in backend.replays)
     deferred = {size: count for (variant, size), count in replayed.items() if variant == "host-rows"}
     assert sum(deferred.values()) > 10 and min(deferred) >= 2, replayed
