@@ -150,14 +150,15 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
                     # The largest first, as SGLang: the others reuse its memory.
                     for size in reversed(self._sizes_for(attention)):
                         self.capture_one_shape(size, self._with_handoffs(attention, size), stream_idx)
+            in_one = before - self._free_memory()
             if isinstance(self._attention, PipelinedAttention):
                 self._capture_lanes(self._attention, stream_idx)
         finally:
             _set_capture_lora_variant(None)
         self.host_graph_gb = before - self._free_memory()
         logger.info(
-            f"sglang_neo: captured steps with host rows, bs={self.host_sizes}, mem usage={self.host_graph_gb:.2f} GB, "
-            f"of {host_graph_bytes(self.model_runner.server_args) / 2**30:.2f} GB left for them"
+            f"sglang_neo: captured steps with host rows, bs={self.host_sizes}, mem usage={self.host_graph_gb:.2f} GB "
+            f"({in_one:.2f} without two lanes), of {host_graph_bytes(self.model_runner.server_args) / 2**30:.2f} GB left for them"
         )
 
     def _capture_lanes(self, attention: PipelinedAttention, stream_idx: int | None) -> None:
