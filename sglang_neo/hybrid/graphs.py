@@ -158,7 +158,8 @@ class NeoDecodeCudaGraphRunner(DecodeCudaGraphRunner):
         self.host_graph_gb = before - self._free_memory()
         logger.info(
             f"sglang_neo: captured steps with host rows, bs={self.host_sizes}, mem usage={self.host_graph_gb:.2f} GB "
-            f"({in_one:.2f} without two lanes), of {host_graph_bytes(self.model_runner.server_args) / 2**30:.2f} GB left for them"
+            f"({in_one:.2f} without two lanes), of "
+            f"{host_graph_bytes(self.model_runner.server_args) / 2**30:.2f} GB left for them"
         )
 
     def _capture_lanes(self, attention: PipelinedAttention, stream_idx: int | None) -> None:
