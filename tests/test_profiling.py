@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +52,77 @@ def test_a_line_ends_where_runs_take_too_long() -> None:
     assert taken == [1, 2, 4]
     assert points == pytest.approx({size: size * measure.CAP_S / 4 for size in (1, 2, 4, 8, 16)})
     assert along([5, 10], 4, run, lambda: 0.0) == {5: 0.0, 10: 0.0}, "nothing that could run"
+
+
+class Machine:
+    """In place of Trials: a machine whose times are a sum of parts of the work, and a clock of its own."""
+
+    def __init__(self, slowness: float):
+        self._slow, self.last, self.spent, self.runs = slowness, 0.0, 0.0, 0
+        self.page, self.host_page, self.host_pages = 1, 64, 100_000
+        self.device_tokens, self.most_rows, self.context = 100_000, 256, 131_072
+        args = SimpleNamespace(chunked_prefill_size=8192, max_prefill_tokens=8192)
+        self.runner = SimpleNamespace(server_args=args, decode_cuda_graph_runner=None)
+        geometry = SimpleNamespace(layers=32, bytes_per_page=64 * 131072)
+        self.attention = SimpleNamespace(geometry=geometry, workers=SimpleNamespace(threads=8))
+        self.host = SimpleNamespace(pool=SimpleNamespace(geometry=geometry))
+
+    def _took(self, seconds: float) -> float:
+        self.last = self._slow * seconds
+        repeated = 1 + min(int(0.04 / self.last), 9)
+        self.spent, self.runs = self.spent + repeated * self.last, self.runs + 1
+        return self.last
+
+    def decode(self, rows: int, each: int) -> float:
+        return self._took(5e-3 + 4e-5 * rows + 3e-8 * rows * each)
+
+    def extend(self, lengths: list[int], past: int = 0) -> float:
+        new = sum(lengths)
+        return self._took(7e-3 + 4e-5 * new + sum(1e-9 * length * (past + length / 2) for length in lengths))
+
+    def host_rows(self, rows: int, tokens: int, shared: int = 0) -> list[Any]:
+        return [SimpleNamespace(tokens=max(1, tokens // rows) + shared, shared=shared)] * rows
+
+    def handoffs(self, rows: list[Any]) -> float:
+        shared = rows[0].shared
+        own = sum(row.tokens - shared for row in rows)
+        return self._took(32 * (2e-5 + 1e-6 * len(rows) + 4e-8 * (own + shared))) / 32
+
+    def hybrid(self, device: int, rows: list[Any], in_lanes: bool) -> float:
+        return self._took(6e-3 * (1 + in_lanes) + 4e-5 * len(rows))
+
+    def to_host(self, tokens: int) -> float:
+        return self._took(1e-4 + 3e-6 * tokens)
+
+    to_device = to_host
+
+    def copy_once(self, tokens: int) -> None:
+        time.sleep(0.001)
+
+    def sample(self, rows: int) -> float:
+        return self._took(1e-4)
+
+
+@pytest.mark.parametrize("slowness", [1, 30, 100])
+def test_a_slow_machine_is_measured_at_fewer_sizes(slowness: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    machine = Machine(slowness)
+    tables = measure.Profile(machine, lambda: told.append(1)).tables()  # type: ignore[arg-type]
+    assert machine.spent < 1.2 * measure.BUDGET_S, machine.runs
+    assert len(told) == measure.Profile.STEPS
+
+    costs, truth = Costs(tables, 8), Machine(slowness)
+    for rows, each in ((4, 1000), (32, 300), (200, 100)):
+        assert costs.gpu_only(Rows(rows, rows * each)).seconds == pytest.approx(truth.decode(rows, each), rel=0.35)
+        cpu = truth.handoffs(truth.host_rows(rows, rows * each))
+        assert costs.cpu_layer(Rows(rows, rows * each)) == pytest.approx(cpu, rel=0.35)
+    for new, past in ((200, 0), (1000, 0), (4000, 500)):
+        assert costs.prefill(new, past).seconds == pytest.approx(truth.extend([new], past), rel=0.35)
+
+    monkeypatch.setattr(measure, "BUDGET_S", 1e9)
+    whole = Machine(slowness)
+    measure.Profile(whole).tables()  # type: ignore[arg-type]
+    assert (machine.runs > 0.9 * whole.runs) == (slowness == 1), "where there is time, nearly all sizes are tried"
 
 
 def test_measured_once_then_read(

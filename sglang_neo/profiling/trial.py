@@ -47,8 +47,8 @@ class Trials:
         self.context = int(runner.model_config.context_len)
         self.host_page = self.host.pool.geometry.page_tokens
         self.host_pages = int(self.host.pages.count)
-        #: What the last run of ``seconds`` took.
-        self.last = 0.0
+        #: What the last run of ``seconds`` took, and all runs so far, what compiled or was disturbed not counted.
+        self.last = self.spent = 0.0
         self._cuda = str(runner.device).startswith("cuda")
 
     # -- time --------------------------------------------------------------------------------------------------
@@ -59,6 +59,7 @@ class Trials:
         # On a GPU the first run may have compiled something.
         times = min(max(int(_SECONDS / max(first, 1e-9)), int(self._cuda or first < 2 * _SECONDS)), _MOST)
         self.last = min([first, *(self._once(run) for _ in range(times))])
+        self.spent += (1 + times) * self.last
         return self.last
 
     def _once(self, run: Callable[[], Any]) -> float:
