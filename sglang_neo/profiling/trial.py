@@ -21,8 +21,9 @@ from cpu_kernels.workers import device_wait, device_write
 from sglang_neo.ranks import least_of_all_ranks
 from sglang_neo.token_manager import HostRow
 
-#: A measurement goes on for about so long, after its first run, and for so many runs at most.
-_SECONDS, _MOST = 0.04, 9
+#: A measurement goes on for about so long, after its first run, and for so many runs at most. A first run of less than
+#: ``_REPEATED`` seconds is followed by another one at least.
+_SECONDS, _MOST, _REPEATED = 0.04, 9, 0.25
 #: Longest wait for the workers' answer to a hand-off, seconds.
 _TIMEOUT_S = 30.0
 
@@ -57,7 +58,7 @@ class Trials:
         """Of one run, the least of some: whatever disturbs a run makes it longer. The slowest rank's."""
         first = self._once(run)
         # On a GPU the first run may have compiled something.
-        times = min(max(int(_SECONDS / max(first, 1e-9)), int(self._cuda or first < 2 * _SECONDS)), _MOST)
+        times = min(max(int(_SECONDS / max(first, 1e-9)), int(self._cuda or first < _REPEATED)), _MOST)
         self.last = min([first, *(self._once(run) for _ in range(times))])
         self.spent += (1 + times) * self.last
         return self.last
