@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_neo import processes
+from sglang_neo import launch_server, processes
 from sglang_neo.errors import UsageError
 from sglang_neo.seams import SeamError
 from tests.harness.models import REPO_ROOT
@@ -90,12 +95,16 @@ finally:
     assert run.stdout == "children ended\n"
 
 
-def launcher_script(body: str) -> subprocess.CompletedProcess[str]:
-    """Run ``body`` in a process that has a ProcessExit, listening to the pipe ``failures``."""
+def launcher_script(body: str, ends: str = "None") -> subprocess.CompletedProcess[str]:
+    """Run ``body`` in a process that has a ProcessExit, listening to the pipe ``failures``.
+
+    Args:
+        ends: what it does in place of ending its children.
+    """
     script = f"""
 import multiprocessing, os, time
 from sglang_neo import processes
-process_exit = processes.ProcessExit(lambda *args, **kwargs: None)
+process_exit = processes.ProcessExit(lambda *args, **kwargs: {ends})
 receiver, failures = multiprocessing.Pipe(duplex=False)
 process_exit.watch_failures(receiver)
 {body}
@@ -120,6 +129,63 @@ def test_a_failure_is_told_once_by_whoever_knows_why() -> None:
     )
     assert run.returncode == 2
     assert run.stderr == "error: the server failed to start: too little memory\n"
+
+
+def test_a_worker_behind_another_that_ends_ends_the_server() -> None:
+    """SGLang watches its children alone: the requests of a data-parallel rank that is lost would wait for ever."""
+    run = launcher_script(
+        "import psutil, subprocess\n"
+        "controller = subprocess.Popen(['sh', '-c', 'sleep 60 & sleep 60 & wait'])\n"
+        "ranks = []\n"
+        "while len(ranks) < 2: ranks = psutil.Process(controller.pid).children()\n"
+        "process_exit.watch_grandchildren(every=0.1)\n"
+        "time.sleep(0.5)\n"
+        "print('all there', flush=True)\n"
+        "ranks[1].kill()\n"
+        "time.sleep(20)\n"
+        "print('not reached')",
+        ends="[controller.kill(), ranks[0].kill()]",
+    )
+    assert (run.returncode, run.stdout) == (1, "all there\n")
+    assert re.fullmatch(r"error: a worker process \(\d+\) ended unexpectedly; the log may say why\n", run.stderr)
+
+
+#: What the launcher reads of a server's state.
+BLOCK = dict.fromkeys(("version", "sglang_version", "active_mode", "device", "cpu_kernel_isa"), "as usual")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "refused"),
+    [(200, {"neo": None}, True), (200, {}, True), (503, {"neo": BLOCK}, True), (200, {"neo": BLOCK}, False)],
+)
+def test_a_server_that_is_silently_plain_is_ended(status: int, body: dict[str, Any], refused: bool) -> None:
+    """The launcher asks the server that it has started what it is. Without a block of ours, SGLang's own scheduler runs
+    there (test_tokenizer_manager.py)."""
+    told: list[tuple[str, int]] = []
+
+    class Stub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body if self.path == "/server_info" else {}).encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    def fail(message: str, code: int) -> None:
+        told.append((message, code))
+        raise Exited
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Stub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        args = SimpleNamespace(admin_api_key=None, api_key=None, ssl_verify=lambda: True, url=lambda: url)
+        process_exit = SimpleNamespace(is_stopping=lambda: False, fail=fail)
+        with pytest.raises(Exited) if refused else contextlib.nullcontext():
+            launch_server._check_served_by_neo(args, process_exit)  # type: ignore[arg-type]
+        server.shutdown()
+    assert [code for _, code in told] == [1] * refused
+    assert all("without sglang_neo's state" in message for message, _ in told)
 
 
 def test_the_end_of_a_worker_that_said_nothing() -> None:

@@ -1,7 +1,6 @@
 """More than one scheduler process, and requests that decode from host memory: data parallel, tensor parallel, pages.
 
-The servers follow one another so that each is used for all that it is good for: the last test of each ends it badly,
-and test_signals.py ends the last server well.
+The servers follow one another so that each is used for all that it is good for: the last test of each ends it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bench.servers import Server, ServerPool, ServerSpec, check_told_in_one_line, generate_body, wait_until
+from bench.servers import (
+    Server,
+    ServerPool,
+    ServerSpec,
+    check_clean_end,
+    check_told_in_one_line,
+    generate_body,
+    wait_until,
+)
+from tests.harness.streams import Streams
 
 TOKENS = 24
 
@@ -89,7 +97,7 @@ def test_data_parallel_server_info(servers: ServerPool, dp_spec: ServerSpec) -> 
         assert block["device_kv"]["total_tokens"] == 2 * state["neo"]["device_kv"]["total_tokens"]
 
 
-CROWD, CROWD_TOKENS = 24, 120
+CROWD, CROWD_TOKENS = 16, 80
 _source = random.Random(10)
 LONG = {"input_ids": [_source.randrange(3, 256) for _ in range(900)], "max_new_tokens": TOKENS, "ignore_eos": True}
 
@@ -178,6 +186,23 @@ def test_metrics_of_host_rows(servers: ServerPool, dp_spec: ServerSpec, long_alo
     assert re.search(r"Host rows, #host-req: \d+, #host-token: \d+, host token usage: ", server.log())
 
 
+def test_killed_launcher_takes_its_workers_along(servers: ServerPool, dp_spec: ServerSpec) -> None:
+    """Those behind the data-parallel controller too."""
+    with servers.own(dp_spec) as server, ThreadPoolExecutor() as pool:
+        # With work in flight, which the workers would go on with.
+        body = generate_body(input_ids=[5, 6, 7], max_new_tokens=900, ignore_eos=True)
+        request = pool.submit(lambda: server.post("/generate", body))
+        prefills = server.log().count("Prefill batch")
+        wait_until(lambda: server.log().count("Prefill batch") > prefills, 30, "a request in flight")
+        assert not request.done()
+        assert len(server.members()) >= 5  # launcher, controller, two schedulers, detokenizer
+        server.signal(signal.SIGKILL)
+        assert server.wait_exit() == 128 + signal.SIGKILL
+        server.check_gone()
+        assert request.exception(30) is not None
+
+
+@pytest.mark.slow  # in small processes: test_processes.py
 def test_lost_data_parallel_rank_ends_the_server(servers: ServerPool, dp_spec: ServerSpec) -> None:
     """SGLang watches the controller alone: the rank's requests would wait for ever."""
     with servers.own(dp_spec) as server:
@@ -219,17 +244,16 @@ def test_tensor_parallel_ranks_take_a_prompt_larger_than_the_device_pool(
     assert len(long_alone) == TOKENS and servers.shared(tp_spec).generate(**LONG)["output_ids"] == long_alone
 
 
-def test_killed_launcher_takes_its_workers_along(servers: ServerPool, tp_spec: ServerSpec) -> None:
-    with servers.own(tp_spec) as server, ThreadPoolExecutor() as pool:
-        # With work in flight, which the workers would go on with.
-        body = generate_body(input_ids=[5, 6, 7], max_new_tokens=900, ignore_eos=True)
-        request = pool.submit(lambda: server.post("/generate", body))
-        wait_until(lambda: "Prefill batch" in server.log() and not request.done(), 30, "a request in flight")
-        assert len(server.members()) >= 4  # launcher, two schedulers, detokenizer
-        server.signal(signal.SIGKILL)
-        assert server.wait_exit() == 128 + signal.SIGKILL
-        server.check_gone()
-        assert request.exception(30) is not None
+def test_sigint_lets_requests_finish_and_a_second_one_does_not(servers: ServerPool, tp_spec: ServerSpec) -> None:
+    """To every process at once, as a terminal's Ctrl-C."""
+    with servers.own(tp_spec) as server:
+        streams = Streams(server, tokens=[60, 950])
+        server.signal(signal.SIGINT, group=True)
+        assert streams.ended_well(0), server.log_tail()
+        assert not streams.results[1].done()
+        server.signal(signal.SIGINT)
+        check_clean_end(server, 128 + signal.SIGINT)
+        assert not streams.ended_well(1)
 
 
 @pytest.mark.slow  # in one process: test_inprocess.py, test_host_rows.py

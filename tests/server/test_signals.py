@@ -1,8 +1,8 @@
 """How a server ends: exit codes, requests in flight, nothing left behind, no traceback for the user to read.
 
 128 + n after signal n, as a shell has it; but SIGTERM asks a serving server to finish what it has begun, and that is a
-success: 0 (tested in test_http.py). A terminal's Ctrl-C and some service managers signal every process of the server at
-once, others only the launcher: both must do the same.
+success: 0 (tested in test_http.py; Ctrl-C in test_parallel.py). A terminal's Ctrl-C and some service managers signal
+every process of the server at once, others only the launcher: both must do the same.
 """
 
 from __future__ import annotations
@@ -21,24 +21,10 @@ from bench.servers import (
     Server,
     ServerPool,
     ServerSpec,
-    check_clean_end,
     check_told_in_one_line,
     wait_until,
 )
 from tests.harness.models import REPO_ROOT
-from tests.harness.streams import Streams
-
-
-def test_sigint_lets_requests_finish_and_a_second_one_does_not(servers: ServerPool, paged_spec: ServerSpec) -> None:
-    with servers.own(paged_spec) as server:
-        streams = Streams(server, tokens=[60, 950])
-        server.signal(signal.SIGINT, group=True)
-        assert streams.ended_well(0), server.log_tail()
-        assert not streams.results[1].done()
-        server.signal(signal.SIGINT)
-        check_clean_end(server, 128 + signal.SIGINT)
-        assert not streams.ended_well(1)
-
 
 MOMENTS: dict[str, Callable[[Server], None]] = {
     "importing": lambda server: time.sleep(1),
@@ -86,6 +72,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow  # against a stub that answers as such a server: test_processes.py
 def test_silently_plain_server_is_refused(servers: ServerPool, tiny_spec: ServerSpec, tmp_path: Any) -> None:
     """Our launcher and SGLang's own scheduler: it would serve, and nothing of ours would run."""
     script = tmp_path / "plain_scheduler.py"
