@@ -234,7 +234,7 @@ class NeoPrefillAdder(PrefillAdder):
         manager = manager_of(token_to_kv_pool_allocator)
         self._manager = manager
         self._to_host = manager is not None and manager.admitting_to_host
-        self._staged = 0
+        self._staged = self._new_on_host = 0
         if manager is not None and self._to_host:
             tree_cache, token_to_kv_pool_allocator = manager.host_cache or _NO_TREE, _HostSlots(manager)
         super().__init__(page_size, tree_cache, token_to_kv_pool_allocator, running_batch, *args, **kw)
@@ -259,6 +259,8 @@ class NeoPrefillAdder(PrefillAdder):
             return super().add_one_req(req, has_chunked_req, truncation_align_size)
         if keeps_device_kv(req):
             return AddReqResult.NO_TOKEN
+        if manager.host_step_prompts is not None and self._new_on_host >= manager.host_step_prompts:
+            return AddReqResult.OTHER
         if manager.host_cache is None:  # what was matched is on the device, in a tree that ours stands not behind
             req.prefix_indices, req.last_node, req.host_hit_length = req.prefix_indices[:0], None, 0
         prompt, prefix = len(req.full_untruncated_fill_ids), len(req.prefix_indices)
@@ -274,6 +276,7 @@ class NeoPrefillAdder(PrefillAdder):
                 return AddReqResult.NO_TOKEN
         result = super().add_one_req(req, has_chunked_req, truncation_align_size)
         if self.can_run_list and self.can_run_list[-1] is req:
+            self._new_on_host += 1
             self._count_host(req, beside)
         return result
 

@@ -106,6 +106,11 @@ class Deferral:
     def slots(self) -> int:
         return self._attention.slots
 
+    @property
+    def seats(self) -> int:
+        """Of all cohorts."""
+        return self.slots * (self._cohorts.layers + 1)
+
     def has_room(self, device_rows: int) -> bool:
         """Whether a deferred step with so many device rows is within what SGLang's buffers are made for."""
         return device_rows + self.slots <= int(self._scheduler.tp_worker.model_runner.max_running_requests)

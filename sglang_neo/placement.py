@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from sglang_neo.planning.metering import Meter
-from sglang_neo.planning.placement import Row, Rules, pause_after, to_device, to_exchange, to_host
+from sglang_neo.planning.placement import Row, Rules, pause_after, to_admit, to_device, to_exchange, to_host
 from sglang_neo.token_manager import HostRow, NeoTokenManager, host_row, keeps_device_kv
 
 
@@ -36,6 +36,10 @@ class Placement:
         self._paused_until = 0
         #: Of prompts that the planner lets the host have in this step; None: the meter decides.
         self.planned_tokens: int | None = None
+        #: New ones of these.
+        self.planned_prompts = 0
+        #: Host rows that deferred mode has seats for; None: rows take turns.
+        self.seats: int | None = None
         #: Whether rows come back by these rules; not where the planner says who does.
         self.returns = True
         host = scheduler.tp_worker.model_runner.neo_host
@@ -102,7 +106,7 @@ class Placement:
             return False
         if not (self._open and (batch.batch_is_full or self.all_on_host) and scheduler.waiting_queue):
             return False
-        if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0:
+        if scheduler.get_num_allocatable_reqs(len(batch.reqs)) <= 0 or self.host_step_prompts() == 0:
             return False
         if self._refused is None:
             return True
@@ -119,6 +123,12 @@ class Placement:
         if aligned or not _device_rows(batch):
             return None
         return self.meter.step_tokens if self.planned_tokens is None else max(self.planned_tokens, Meter.LEAST_AT_ONCE)
+
+    def host_step_prompts(self) -> int | None:
+        """New prompts of such a step at most; None: any number."""
+        if self.planned_tokens is not None:
+            return self.planned_prompts
+        return None if self.seats is None else to_admit(len(self._manager.host_rows()), self.seats)
 
     def after_host_admission(self, batch: Any) -> None:
         """``batch``: of prompts that go to the host, prepared; None if the host had no room for the first."""

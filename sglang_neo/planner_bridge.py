@@ -209,7 +209,7 @@ class PlannerBridge:
     def begin_step(self) -> None:
         self._step += 1
         self._planned = None
-        self._placement.planned_tokens = 0
+        self._placement.planned_tokens = self._placement.planned_prompts = 0
 
     def before_admission(self, batch: Any) -> bool:
         """Plans the step if anybody waits. False: nobody is to be admitted to the device, since rows of the host, which
@@ -219,6 +219,8 @@ class PlannerBridge:
         planned = self._planned = self._plan(batch, admit=True)
         if planned.prefill_to == "host" and not self._placement.paused:
             self._placement.planned_tokens = sum(planned.prefill)
+            begun = self._scheduler.chunked_req is not None  # who goes on is the first of them
+            self._placement.planned_prompts = len(planned.prefill) - begun
         return not planned.to_device
 
     def before_decode(self, batch: Any) -> None:

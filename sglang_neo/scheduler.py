@@ -84,6 +84,8 @@ class NeoScheduler(Scheduler):
             if isinstance(attention, PipelinedAttention) and self.server_args.neo_mode in LANE_MODES
             else None
         )
+        if self.deferral is not None:
+            self.placement.seats = self.deferral.seats
         #: None: the mode is fixed, or there are no host rows.
         self.planner: PlannerBridge | None = None
         if attention is not None and self.server_args.neo_mode == "auto":
@@ -199,7 +201,8 @@ class NeoScheduler(Scheduler):
         device_is_full = running_batch.batch_is_full
         # If the device is not full, the host gets the next chunk only.
         running_batch.batch_is_full = not (device_is_full or self.placement.all_on_host)
-        with self.token_manager.admission_to_host(self.placement.host_step_tokens(running_batch)):
+        tokens, prompts = self.placement.host_step_tokens(running_batch), self.placement.host_step_prompts()
+        with self.token_manager.admission_to_host(tokens, prompts):
             batch, running_batch = super()._get_new_batch_prefill_raw(
                 prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
             )

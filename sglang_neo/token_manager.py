@@ -145,6 +145,7 @@ class NeoTokenManager:
         #: Which pool admission counts and prompts are prefilled to, while it looks at the waiting queue.
         self.admitting_to_host = False
         self.host_step_tokens: int | None = None
+        self.host_step_prompts: int | None = None
         #: A prompt is under way to the host in chunks; SGLang knows of one such prompt at a time.
         self.host_chunks = False
 
@@ -303,9 +304,10 @@ class NeoTokenManager:
         return max(0, min(self.host_usage().total_tokens - beside, self.staging_tokens))
 
     @contextlib.contextmanager
-    def admission_to_host(self, step_tokens: int | None) -> Iterator[None]:
-        """While SGLang's admission is asked whom the host has room for, in a step of so many tokens; None: as ever."""
-        self.admitting_to_host, self.host_step_tokens = True, step_tokens
+    def admission_to_host(self, step_tokens: int | None, step_prompts: int | None) -> Iterator[None]:
+        """While SGLang's admission is asked whom the host has room for, in a step of so many tokens and new prompts;
+        None: as ever."""
+        self.admitting_to_host, self.host_step_tokens, self.host_step_prompts = True, step_tokens, step_prompts
         try:
             yield
         finally:

@@ -22,6 +22,7 @@ from sglang_neo.hybrid.host_attention import StepRefused
 from sglang_neo.hybrid.parking import TorchParking
 from sglang_neo.hybrid.streams import CpuFlagStream
 from sglang_neo.planning.placement import Rules
+from sglang_neo.token_manager import NeoTokenManager
 from tests.harness.exact import assert_exact, first_difference
 from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request
 from tests.harness.models import ARCHITECTURES
@@ -98,6 +99,33 @@ def test_a_real_model(smollm2: Path) -> None:
         state = scheduler.scheduler.neo_state()
     assert state["host_tokens_total"] > 5 and state["active_mode"] == "deferred", state
     assert_exact(alone, tokens(got))
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_no_more_prompts_go_to_the_host_than_it_has_seats(
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, bounded: bool
+) -> None:
+    """However fast they may come; and a control in which nobody counts the seats."""
+    rng = random.Random(6)
+    requests = [Request(f"r{i:02}", random_prompt(rng, 40), 24) for i in range(24)]
+    options: dict[str, Any] = {"max_total_tokens": 256, "max_running_requests": 32, "neo_deferred_slots": 1}
+    most = [0]
+    begin = NeoTokenManager.begin_prefill
+
+    def begin_prefill(manager: NeoTokenManager, req: Any, first_slot: int) -> None:
+        begin(manager, req, first_slot)
+        most[0] = max(most[0], len(manager.host_rows()))
+
+    monkeypatch.setattr(NeoTokenManager, "begin_prefill", begin_prefill)
+    with InProcessScheduler("neo", tiny("llama"), neo_host_prefill_rate=1000.0, **options) as scheduler:
+        placement = scheduler.scheduler.placement
+        seats, layers = placement.seats, scheduler.scheduler.deferral._cohorts.layers
+        if not bounded:
+            placement.seats = None
+        got = scheduler.run(requests, lambda s, step: s.token_manager.audit())
+    assert seats == layers + 1
+    assert 1 <= most[0] <= seats if bounded else most[0] > seats
+    assert_exact(alone("llama", requests), tokens(got))
 
 
 @pytest.mark.slow

@@ -127,6 +127,19 @@ def to_exchange(
     return (first.index, leaving) if leaving else None
 
 
+def to_admit(host_rows: int, seats: int) -> int:
+    """How many more prompts may go to the host: as many as have a seat there.
+
+    A row that has none would only wait, for as long as a whole row of others takes, where it might have had room on the
+    device before.
+
+    Args:
+        host_rows: that are there, those in the middle of their prefill too.
+        seats: that deferred mode has in all layers, or as many rows as lanes take.
+    """
+    return max(0, seats - host_rows)
+
+
 def to_seat(waiting: Sequence[int], seated: Sequence[int], seats: int) -> tuple[list[int], list[int]]:
     """Who enters the slots of a deferred step.
 

@@ -38,8 +38,9 @@ PLANNED_SLOWDOWN = 0.7
 #: prompt whole; and so many tokens at least, for fewer would not keep a GPU busy.
 STEPS_AT_ONCE, LEAST_AT_ONCE = Meter.STEPS_AT_ONCE, Meter.LEAST_AT_ONCE
 
-#: Host rows in reserve, as a part of those that take part. A host-bound prefill waits until the reserve is gone, or
-#: until it costs no more than ``PREFILL_WASTE`` beyond what its tokens cost in a full one.
+#: Host rows in reserve, as a part of those that lanes take in turns. In deferred mode a row without a seat would wait
+#: for long, so the seats are all there are, and as many of them the reserve. A host-bound prefill waits until the
+#: reserve is gone, or until it costs no more than ``PREFILL_WASTE`` beyond what its tokens cost in a full one.
 RESERVE, PREFILL_WASTE = 0.25, 0.05
 
 _LEARNER = Proportional()
@@ -380,7 +381,8 @@ def _admitted(
     # Host rows that do not pay get the next room: they came before whoever waits.
     blocked = resident > 0 and goal.mode == "gpu_only"
     # Some in reserve: rows end, and until others have been prefilled the lanes should not run empty.
-    wanted = math.ceil(goal.resident * (1 + RESERVE)) - resident
+    seats = goal.resident if goal.cohorts > 1 else math.ceil(goal.resident * (1 + RESERVE))
+    wanted = placement.to_admit(resident, seats)
     device_free = state.device_free - state.device_reserved
     host_free = state.host_free - state.host_reserved
     due = memory.host_prefill_debt <= 0 or not state.device_rows
@@ -418,7 +420,7 @@ def _admitted(
         tokens += prompt.tokens
     if place == "host" and prompts[0].place is None and len(prompts) < len(state.waiting) and state.device_rows:
         # Host rows end one by one. To replace each at once would cost a small prefill each, most of it overhead.
-        few = resident > goal.resident
+        few = resident > seats / (1 + RESERVE)
         whole = costs.prefill(most, 0).seconds / most
         if few and costs.prefill(tokens, 0).seconds > (1 + PREFILL_WASTE) * whole * tokens:
             return (), None

@@ -196,6 +196,16 @@ def test_no_more_prompts_go_to_the_host_than_the_mode_needs() -> None:
     assert step.prefill_to == "host" and len(step.prefill) == math.ceil(1.25 * sum(lanes)), "a quarter in reserve"
 
 
+def test_no_more_prompts_go_to_the_host_than_deferred_mode_has_seats() -> None:
+    waiting = tuple(Prompt(100, room=120, best_effort=True) for _ in range(500))
+    limits = only("deferred", prefill_tokens=10**6, max_slots=2)
+    seats = 2 * (TABLES.layers + 1)
+    for there in (0, seats // 2, seats - 1, seats, seats + 9):
+        step = plan(state(8, there, 100, waiting=waiting), limits, TABLES, in_mode("deferred"))
+        few = there <= seats / 1.25  # others are waited for, and all come together
+        assert len(step.prefill) == (seats - there if few else 0), there
+
+
 def test_host_rows_that_end_are_replaced_together() -> None:
     waiting = tuple(Prompt(100, room=120) for _ in range(500))
     limits = only("pipelined", max_lane_rows=20)
