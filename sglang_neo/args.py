@@ -38,7 +38,7 @@ HOST_FLAGS = {
     "neo_host_prompt_tokens": None,
     "neo_host_prefill_rate": 12.0,
     "neo_cpu_threads": None,
-    "neo_deferred_slots": 0,
+    "neo_deferred_slots": None,
     "neo_max_host_tpot": 250.0,
     "neo_max_tpot": None,
     "neo_profile_anew": False,
@@ -106,13 +106,13 @@ class NeoServerArgs(ServerArgs):
         ),
     ] = None
     neo_deferred_slots: A[
-        int,
+        int | None,
         Arg(
             help="Rows of each decode step that requests in host memory pass through in deferred mode: with L layers, "
-            "up to slots * (L + 1) of them, each with a token every L + 1 steps. Mode auto uses as many as pay. 0 (for "
-            "now the default): no deferred mode."
+            "up to slots * (L + 1) of them, each with a token every L + 1 steps. Default: as many as the CPU finishes "
+            "within a step, measured at start. Mode auto uses as many of them as pay. 0: no deferred mode."
         ),
-    ] = 0
+    ] = None
     neo_max_host_tpot: A[
         float,
         Arg(
@@ -205,10 +205,10 @@ def check_neo_flags(args: NeoServerArgs, usable_cores: int, memory: int) -> None
         value = getattr(args, field)
         if value is not None and not value > 0:
             raise UsageError(f"{flag_name(field)} must be greater than 0, got {value}")
-    if args.neo_deferred_slots < 0:
+    if args.neo_deferred_slots is not None and args.neo_deferred_slots < 0:
         raise UsageError(f"--neo-deferred-slots must not be negative, got {args.neo_deferred_slots}")
-    if args.neo_mode == "deferred" and not args.neo_deferred_slots:
-        raise UsageError("--neo-mode deferred needs --neo-deferred-slots, the rows of a step that host requests pass")
+    if args.neo_mode == "deferred" and args.neo_deferred_slots == 0:
+        raise UsageError("--neo-mode deferred contradicts --neo-deferred-slots 0: drop one or the other")
     if args.neo_mode in ("sync", *LANE_MODES) and args.neo_deferred_slots:
         raise UsageError(f"--neo-mode {args.neo_mode} contradicts --neo-deferred-slots: drop one or the other")
     given = given_host_flags(args)

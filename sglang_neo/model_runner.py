@@ -21,6 +21,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutpu
 from sglang.srt.runtime_context import get_schedule
 
 from sglang_neo import token_manager
+from sglang_neo.errors import UsageError
 from sglang_neo.host_kv import limits
 from sglang_neo.hybrid import assemble
 from sglang_neo.hybrid.backend import hide_host_rows, make_hybrid
@@ -162,9 +163,19 @@ class NeoModelRunner(ModelRunner):
             if host.deferred is not None:
                 try:
                     check_parity(self, host.deferred)
-                except Exception:
+                except Exception as error:
+                    if isinstance(error, UsageError) and self._can_do_without_slots:
+                        logger.warning(f"sglang_neo: no deferred mode: {error}")
+                        host.deferred = None
+                        return
                     self.neo_close()
                     raise
+
+    @property
+    def _can_do_without_slots(self) -> bool:
+        """Whether nobody asked for deferred steps, and there are others."""
+        host = self.neo_host
+        return self.server_args.neo_deferred_slots is None and host is not None and host.attention is not host.deferred
 
     def forward(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         beside, self.neo_beside = self.neo_beside, None

@@ -72,7 +72,7 @@ def test_good_flags_pass(given: dict[str, Any]) -> None:
     ("given", "message"),
     [
         ({"neo_mode": "pipelined", "neo_deferred_slots": 2}, "--neo-mode pipelined contradicts --neo-deferred-slots"),
-        ({"neo_mode": "deferred"}, "--neo-mode deferred needs --neo-deferred-slots"),
+        ({"neo_mode": "deferred", "neo_deferred_slots": 0}, "deferred contradicts --neo-deferred-slots 0"),
         ({"neo_mode": "sync", "neo_deferred_slots": 2}, "--neo-mode sync contradicts --neo-deferred-slots"),
         ({"neo_deferred_slots": -1}, "--neo-deferred-slots must not be negative, got -1"),
         ({"neo_host_kv_size": 0.0}, "--neo-host-kv-size must be greater than 0, got 0.0"),
@@ -207,8 +207,8 @@ def test_the_command_line_goes_before_the_config_file(tiny: Tiny, tmp_path: Path
 
 def test_a_bad_value_in_the_config_file_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
-    file.write_text(f"model-path: {tiny('llama')}\nneo-mode: deferred\n")
-    with pytest.raises(UsageError, match="deferred needs --neo-deferred-slots"):
+    file.write_text(f"model-path: {tiny('llama')}\nneo-mode: deferred\nneo-deferred-slots: 0\n")
+    with pytest.raises(UsageError, match="deferred contradicts --neo-deferred-slots 0"):
         parse("--config", str(file))
 
 

@@ -18,10 +18,11 @@ from sglang_neo.host_kv.pages import HostPages
 from sglang_neo.host_kv.pool import HostKVPool, UnsupportedKV
 from sglang_neo.host_kv.transfer import KVTransfer
 from sglang_neo.hybrid.deferred import DeferredAttention, hook_layers, not_deferrable
-from sglang_neo.hybrid.geometry import NoCpuAttention, attention_geometry, attention_layers
+from sglang_neo.hybrid.geometry import AttentionGeometry, NoCpuAttention, attention_geometry, attention_layers
 from sglang_neo.hybrid.host_attention import HostAttention, worker_pool
 from sglang_neo.hybrid.pipelined import PipelinedAttention
 from sglang_neo.hybrid.prefill import HostPrefill
+from sglang_neo.hybrid.slots import usual_slots
 from sglang_neo.ranks import least_of_all_ranks
 from sglang_neo.refusals import gpu_only_reasons
 
@@ -78,8 +79,8 @@ def host_side(runner: Any) -> HostSide:
     except (NoCpuAttention, UnsupportedKV) as missing:
         raise GpuOnly(str(missing)) from None
     pages = pool.pages
-    deferred = _deferred_slots(runner, pool)
     workers = _workers(runner)
+    deferred = _deferred_slots(runner, geometry, pool, workers)
     common = geometry, pool, workers, str(runner.device), runner.dtype
     attention: HostAttention | None = None
     with_slots: DeferredAttention | None = None
@@ -119,13 +120,22 @@ def host_side(runner: Any) -> HostSide:
     return HostSide(memory, pool, HostPages(pages), transfer, attention, prefill, with_slots, layers[0].layer_id)
 
 
-def _deferred_slots(runner: Any, pool: HostKVPool) -> int:
-    """How many slots deferred steps have; 0 if there are none, and the reason is logged where some were asked for."""
+def _deferred_slots(runner: Any, geometry: AttentionGeometry, pool: HostKVPool, workers: WorkerPool) -> int:
+    """How many slots deferred steps have; 0 if there are none, and the reason is logged."""
     args = runner.server_args
-    slots: int = args.neo_deferred_slots
-    if not slots:
+    asked: int | None = args.neo_deferred_slots
+    if asked == 0 or (asked is None and args.neo_mode not in ("auto", "deferred")):
         return 0
     reason = not_deferrable(runner.model, args)
+    slots = asked or 0
+    if asked is None and reason is None and pool.pages > 1:
+        slots = least_of_all_ranks(runner, usual_slots(runner, geometry, pool, workers))
+        if args.neo_mode == "deferred":
+            slots = max(slots, 1)
+        if not slots:
+            logger.info("sglang_neo: no deferred mode: there is no time or no room for a row in each layer")
+            return 0
+        logger.info(f"sglang_neo: {slots} deferred slots: what the CPU finishes in a step (--neo-deferred-slots)")
     if slots >= runner.max_running_requests:
         reason = f"{slots} slots leave no room below --max-running-requests {runner.max_running_requests}"
     if slots > pool.geometry.page_tokens:
@@ -134,7 +144,10 @@ def _deferred_slots(runner: Any, pool: HostKVPool) -> int:
         reason = "host memory has a single page"
     if reason is None:
         return slots
-    logger.warning(f"sglang_neo: no deferred mode, host rows run in mode sync: {reason}")
+    if asked is None and args.neo_mode == "auto":
+        logger.info(f"sglang_neo: no deferred mode: {reason}")
+    else:
+        logger.warning(f"sglang_neo: no deferred mode, host rows run in mode sync: {reason}")
     return 0
 
 

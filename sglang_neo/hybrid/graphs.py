@@ -63,7 +63,7 @@ def host_graph_bytes(args: Any) -> int:
     if args.neo_mode == "gpu-only" or decode.backend != Backend.FULL or gpu_only_reasons(args):
         return 0
     graphs = len(host_row_sizes(decode.bs))
-    if args.neo_mode == "auto" and args.neo_deferred_slots:
+    if args.neo_mode == "auto" and args.neo_deferred_slots != 0:  # None: so many as will do
         graphs *= 2
     if args.neo_mode in ("auto", *LANE_MODES):
         graphs += 2 * len(lane_buckets(host_row_sizes(decode.bs, _LANE_STEP), max(decode.bs)))

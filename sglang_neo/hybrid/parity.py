@@ -62,7 +62,7 @@ def check_parity(runner: Any, attention: DeferredAttention) -> None:
     if not least_of_all_ranks(runner, int(fine)):
         raise UsageError(
             f"{type(runner.model).__name__} does not come out the same in deferred mode: its logits are off by "
-            f"{worst:.2g} standard deviations; start without --neo-deferred-slots"
+            f"{worst:.2g} standard deviations; --neo-deferred-slots 0 does without it"
         )
 
 
