@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_neo.recovery import times_raised
 from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
 
 #: What SGLang's penalizers (sampling/penaltylib) change with every token, ``[rows, ...]``.
@@ -253,6 +254,8 @@ class NeoPrefillAdder(PrefillAdder):
 
     def add_one_req(self, req: Req, has_chunked_req: bool, truncation_align_size: int | None) -> AddReqResult:
         manager = self._manager
+        if self.can_run_list and any(map(times_raised, (req, *self.can_run_list))):
+            return AddReqResult.OTHER  # one by one: see recovery.py
         if manager is not None and not self._to_host and manager.host_chunks and self._would_be_cut(req):
             return AddReqResult.OTHER
         if manager is None or not self._to_host:

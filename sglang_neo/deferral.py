@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.mem_cache.common import release_kv_cache
-
 from sglang_neo.batching import NeoScheduleBatch
 from sglang_neo.hybrid.deferred import DeferredAttention, DeferredStep
 from sglang_neo.hybrid.parking import RECORDED_STEPS
 from sglang_neo.planning.cohorts import Cohorts, Seat
 from sglang_neo.planning.placement import to_seat
 from sglang_neo.ranks import least_of_all_ranks
-from sglang_neo.recovery import LaunchedHostRows, Recovery
+from sglang_neo.recovery import LaunchedHostRows, Recovery, end_early
 from sglang_neo.token_manager import HostRow, NeoTokenManager, host_row
 
 
@@ -126,15 +124,8 @@ class Deferral:
 
     def finish_aborted(self, batch: Any) -> None:
         """Ends host rows that were aborted, at once: SGLang would do it with their next token."""
-        scheduler = self._scheduler
         aborted = [req for req in batch.reqs if req.to_finish is not None and host_row(req) is not None]
-        for req in aborted:
-            req.update_finish_state()
-            release_kv_cache(req, scheduler.tree_cache)
-            req.time_stats.set_completion_time()
-        if aborted:
-            streamer = scheduler.batch_result_processor.output_streamer
-            streamer.stream_output(aborted, any(req.return_logprob for req in aborted))
+        end_early(self._scheduler, aborted)
 
     def next_part(self, batch: NeoScheduleBatch, paused: bool, seats: int | None = None) -> Any:
         """What the next decode step runs of the running batch, which has rows.

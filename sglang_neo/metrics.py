@@ -48,7 +48,7 @@ class NeoMetrics:
         cpu_times: asks for the workers' account; None without host rows.
         labels: of SGLang's metrics in this process, None to publish nothing.
         log_interval: decode steps between log lines; 0: none.
-        recovery: counts failures of the CPU side; None without host rows.
+        recovery: counts steps that failed; None: nobody does.
         planner: None where the mode is fixed.
     """
 

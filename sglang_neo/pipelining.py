@@ -161,7 +161,8 @@ class Pipelining:
         """Runs a batch, with host rows in a second lane if it is a prefill.
 
         Args:
-            forward: SGLang's ``run_batch`` of it.
+            forward: SGLang's ``run_batch`` of it, or what stands for its result if that raises
+                (``Recovery.raised``).
 
         Returns:
             Its result. ``neo_beside`` of it is what was decoded beside it, if anything.
@@ -175,6 +176,10 @@ class Pipelining:
         part.sampling_info = part.sampling_info.copy_for_forward()
         scheduler.tp_worker.neo_beside = part
         result = forward()
+        if error := getattr(result, "neo_raised", None):
+            scheduler.tp_worker.neo_beside = None
+            result.neo_beside = Decoded(part, scheduler.recovery.raised(part, error))
+            return result
         part.launch_ts, part.forward_iter = batch.launch_ts, batch.forward_iter
         with self._stream_of_forwards():
             self._relay(part, result.neo_beside)

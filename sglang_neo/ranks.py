@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,21 @@ def least_of_all_ranks(runner: Any, number: int) -> int:
 def least_of_each(runner: Any, numbers: Sequence[float]) -> list[float]:
     """The same of several numbers, each by itself."""
     return [float(number) for number in _least(runner, torch.tensor(numbers, dtype=torch.float64))]
+
+
+def meet(runner: Any, timeout_s: float) -> bool:
+    """Whether all ranks of a model runner's group call this within so many seconds.
+
+    After False the group is of no use any more: a rank that was late may meet others in what they call next.
+    """
+    if runner.ps.tp_size == 1:
+        return True
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        torch.distributed.monitored_barrier(group=runner.tp_group.cpu_group, timeout=timeout)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _least(runner: Any, numbers: torch.Tensor) -> torch.Tensor:

@@ -68,11 +68,7 @@ class NeoScheduler(Scheduler):
         add_host_cache(self.tree_cache, self.token_manager, self.placement.stream_of_forwards)
         attention, collector = self.placement.attention, self.metrics_collector
         runner = self.tp_worker.model_runner
-        self.recovery = (
-            Recovery(self, attention, self.placement.pause, self.token_manager.steps_over)
-            if attention is not None
-            else None
-        )
+        self.recovery = Recovery(self, attention, self.placement.pause, self.token_manager.steps_over)
         host = runner.neo_host
         self.deferral = (
             Deferral(self, host.deferred, self.token_manager, self.placement.rank)
@@ -142,16 +138,17 @@ class NeoScheduler(Scheduler):
     # -- which request lives where ----------------------------------------------------------------------------
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
-        self.placement.begin_step(last_batch)
+        self.placement.begin_step(self.recovery.of_raised(last_batch))
         if self.deferral is not None:
-            assert self.recovery is not None
             self.deferral.settle(self.recovery)
-        if self.recovery is not None and self.recovery.pending:
-            if self.recovery.in_flight():
+        if self.recovery.pending:
+            if self.recovery.in_flight(last_batch):
                 return self._nothing_next(running_batch, last_batch)
-            self.recovery.restart(running_batch)
-            if self.deferral is not None:
+            anew = self.recovery.restart(running_batch)
+            if self.deferral is not None and anew:
                 self.deferral.clear()
+            if self.planner is not None:
+                self.planner.launching(None)
         if self.planner is not None:
             self.planner.begin_step()
         plan = super().get_next_batch_to_run(running_batch, last_batch)
@@ -260,13 +257,29 @@ class NeoScheduler(Scheduler):
             self.max_total_num_tokens = device
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = functools.partial(super().run_batch, batch, *args, **kwargs)
+        forward = functools.partial(self._run_batch, batch, *args, **kwargs)
         return self.pipelining.run(batch, forward) if self.pipelining is not None else forward()
 
+    def _run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run_batch(batch, *args, **kwargs)
+        except Exception as error:
+            if not self.recovery.survives(error):
+                raise
+            return self.recovery.raised(batch, error)
+
     def launch_batch_sample_if_needed(self, batch_result: Any, cur_batch: Any) -> None:
-        super().launch_batch_sample_if_needed(batch_result, cur_batch)
+        self._launch_sample_if_needed(batch_result, cur_batch)
         if (beside := getattr(batch_result, "neo_beside", None)) is not None:
-            super().launch_batch_sample_if_needed(beside.result, beside.batch)
+            self._launch_sample_if_needed(beside.result, beside.batch)
+
+    def _launch_sample_if_needed(self, result: Any, batch: Any) -> None:
+        try:
+            super().launch_batch_sample_if_needed(result, batch)
+        except Exception as error:
+            if not self.recovery.survives(error):
+                raise
+            self.recovery.raised(batch, error, result)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         self._process_batch_result(batch, result)
@@ -276,13 +289,17 @@ class NeoScheduler(Scheduler):
             self.pipelining.processed(batch, result)
 
     def _process_batch_result(self, batch: Any, result: Any) -> None:
+        if getattr(result, "neo_raised", None) is not None:
+            with self.recovery.publishing(result):  # there is nothing to publish
+                pass
+            if self.deferral is not None:
+                self.deferral.processed(result)
+            return
         if batch.forward_mode.is_decode():
             eager = getattr(result, "neo_eager", None)
             self.neo_metrics.count_decode(getattr(result, "neo_launched", None), eager)
         if self.server_args.neo_report_host_rows:
             report_host_rows(batch, result)
-        if self.recovery is None:
-            return super().process_batch_result(batch, result)
         with self.recovery.publishing(result), self.neo_metrics.timing_tokens(batch):
             super().process_batch_result(batch, result)
         if self.deferral is not None:
@@ -340,8 +357,9 @@ class NeoScheduler(Scheduler):
             "host_running_reqs": len(manager.host_rows()),
             "migrations": dataclasses.asdict(manager.migrations),
             "host_tokens_total": self.neo_metrics.counters.host_tokens,
-            "failed_steps": self.recovery.failed_steps if self.recovery is not None else 0,
-            "restarted_reqs": self.recovery.restarted_reqs if self.recovery is not None else 0,
+            "failed_steps": self.recovery.failed_steps,
+            "raised_steps": self.recovery.raised_steps,
+            "restarted_reqs": self.recovery.restarted_reqs,
             "steps_total": dict(self.neo_metrics.counters.steps),
             "eager_steps_total": dict(self.neo_metrics.counters.eager),
             "lanes": {

@@ -207,7 +207,8 @@ SEAMS = (
         "sglang.srt.managers.scheduler",
         "Scheduler.run_batch",
         ("self", "batch"),
-        "a prefill runs with host rows in a second lane; they are what is in running_batch then",
+        "a prefill runs with host rows in a second lane; they are what is in running_batch then. What it raises, the "
+        "model's forward did: recovery.py",
     ),
     Seam(
         "sglang.srt.managers.scheduler",
@@ -231,7 +232,7 @@ SEAMS = (
         "sglang.srt.managers.utils",
         "GenerationBatchResult",
         ("copy_done", "delay_sample_func", "future_indices", "extra_keep_alive_refs", "logits_output"),
-        "what run_batch fills in; keeps the second lane's tensors alive",
+        "what run_batch fills in; keeps the second lane's tensors alive; an empty one is that of a step that has raised",
     ),
     Seam(
         "sglang.srt.managers.utils",
@@ -290,9 +291,27 @@ SEAMS = (
     Seam("sglang.srt.managers.schedule_batch", "NextBatchPlan", (), "a turn without a batch lets a failed step end"),
     Seam(
         "sglang.srt.managers.schedule_batch",
-        "ScheduleBatch.release_req",
-        ("self", "idx", "remaing_req_count", "server_args"),
-        "retracts one row",
+        "Req.reset_for_retract",
+        ("self",),
+        "with release_kv_cache before it, retracts a request",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "Req.set_extend_range",
+        ("self", "start", "end"),
+        "a chunk of a prompt that ends where it begins is not put into the radix cache: nor is one that has raised",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch",
+        "FINISH_ABORT",
+        ("message", "status_code", "err_type"),
+        "a request that no step can compute is told so, with HTTP status 500",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.process_pending_chunked_abort",
+        ("self",),
+        "an abort of a prompt in chunks waits for the next step: not one that has raised",
     ),
     Seam(
         "sglang.srt.managers.scheduler",

@@ -357,6 +357,15 @@ class NeoTokenManager:
         req.prefix_indices = torch.zeros(row.tokens, dtype=torch.int64)
         self._enter(req, row)
 
+    def discard_part(self, req: Any) -> None:
+        """The step that was to compute the prompt's part has come to nothing, and copies no more: what is in the radix
+        cache is left of the row, which has its parts before in whole pages."""
+        row = host_row(req)
+        assert row is not None and self._pages is not None and self._steps is not None
+        self._pages.free(row.own_pages, epoch=self._steps.launched_epoch)
+        del row.pages[row.cached_pages :]
+        row.tokens, row.part = len(row.pages) * self._page_tokens, None
+
     # -- while it runs ----------------------------------------------------------------------------------------
 
     def can_grow(self, reqs: Iterable[Any]) -> bool:
@@ -480,7 +489,7 @@ class NeoTokenManager:
         its own to copy, and who waits for that copy has waited for those before it.
         """
         ids = req.origin_input_ids + req.output_ids
-        known = min(row.tokens, len(ids)) - 1
+        known = max(0, min(row.tokens, len(ids)) - 1)
         return RadixKey(ids[: known // self._page_tokens * self._page_tokens], req.extra_key)
 
     def _caches(self, req: Any, row: HostRow) -> bool:

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ class Launches:
         self.spent = CpuTimes(0.0, 0.0)  # by workers and services that are no more
 
     def renew(self, workers: WorkerPool, spent: CpuTimes) -> None:
-        """Other workers take the steps to come; the old ones, which have spent so much, and their service are over."""
+        """Another service takes the steps to come, and other workers maybe; those that are over have spent so much."""
         self.spent = spent
         self.workers, self.service, self.taken = workers, HandoffService(workers, self._timeout_s), 0
 
@@ -298,10 +299,17 @@ class HostAttention(Boxes):
         fault = self.service.status().fault
         return fault.message if fault is not None else f"the CPU work of step {epoch} is {outcome}"
 
-    def reset(self, timeout_s: float) -> bool:
-        """After a failure, with the device idle: takes steps again. False if a worker is still busy with the old."""
+    def reset(self, timeout_s: float, abandoned: bool = False) -> bool:
+        """After a failure, with the device idle: takes steps again. False if a worker is still busy with the old.
+
+        Args:
+            abandoned: the device has not come to all hand-offs of the last step, and never will.
+        """
         if self.workers.refusal:
             if not self._renew_workers(timeout_s):
+                return False
+        elif abandoned:
+            if not self._renew_service(timeout_s):
                 return False
         # Where another rank failed, or a step was refused, workers may be busy with the last step: the device is ahead.
         elif not self.service.wait_epoch(self._taken, timeout_s):
@@ -324,10 +332,27 @@ class HostAttention(Boxes):
         if not self.service.close(timeout_s) or not self.workers.close(timeout_s):
             return False
         self._launches.renew(worker_pool(self.workers.threads), spent)
+        self._lower_flags()
+        return True
+
+    def _renew_service(self, timeout_s: float) -> bool:
+        """The workers stay, and forget what they were told once they have answered what the device has given them."""
+        deadline = time.monotonic() + timeout_s
+        while (status := self.service.status()).lag or status.in_flight:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-3)
+        times, busy_before = self.cpu_times(), self._launches.spent.busy
+        if not self.service.close(0.0):
+            return False
+        self._launches.renew(self.workers, replace(times, busy=busy_before))
+        self._lower_flags()
+        return True
+
+    def _lower_flags(self) -> None:
         for part in self._launches.parts:
             for boxes in part._all_boxes:
                 boxes.flags[:, (_READY, _DONE), 0] = 0
-        return True
 
     @property
     def _all_boxes(self) -> Sequence[Boxes]:

@@ -81,10 +81,10 @@ class HostPrefill:
                 yield
         finally:
             self.current = None
+            for line in lines:
+                req_to_token[line].zero_()
         if layers.taken != self.layers:
             raise RuntimeError(f"a prefill to host memory took {layers.taken} of {self.layers} layers")
-        for line in lines:
-            req_to_token[line].zero_()
         for row in rows:
             row.arrival = layers.transfer
 

@@ -156,6 +156,8 @@ class InProcessScheduler:
         self.kind, self._rank = kind, rank
         self.args = server_args(kind, model, **arguments)
         self.steps = 0  # turns of the event loop in the last run
+        #: Whether forwards are meant to raise; else a run in which one did has failed, though the server went on.
+        self.forwards_may_raise = False
         self._state = _ProcessState(self.args)
         if port is not None:
             self._state.ports.nccl_port = port
@@ -287,6 +289,8 @@ class InProcessScheduler:
         assert free + cached == total, f"KV slots lost: {free} free + {cached} cached of {total}"
         assert self.scheduler.tree_cache.protected_size() == 0, "a finished request still holds cached KV"
         if self.kind == "neo":
+            raised = self.scheduler.recovery.raised_steps
+            assert self.forwards_may_raise or not raised, f"{raised} steps have raised, see the log"
             manager = self.allocator.token_manager
             manager.audit()
             usage = manager.device_usage()
