@@ -232,7 +232,7 @@ SEAMS = (
         "sglang.srt.managers.utils",
         "GenerationBatchResult",
         ("copy_done", "delay_sample_func", "future_indices", "extra_keep_alive_refs", "logits_output"),
-        "what run_batch fills in; keeps the second lane's tensors alive; an empty one is that of a step that has raised",
+        "what run_batch fills in; keeps the second lane's tensors alive; an empty one: of a step that has raised",
     ),
     Seam(
         "sglang.srt.managers.utils",

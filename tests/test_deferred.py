@@ -316,9 +316,9 @@ def test_steps_that_are_refused(tiny: Tiny, alone: Any, monkeypatch: pytest.Monk
             raise StepRefused("no steps today")
         return launch(self, *args)
 
-    def healing(self: DeferredAttention, timeout_s: float) -> bool:
+    def healing(self: DeferredAttention, *args: Any, **how: Any) -> bool:
         poisoned[0] = False
-        return reset(self, timeout_s)
+        return reset(self, *args, **how)
 
     options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_deferred_slots": 2}
     with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=not overlap, **options) as scheduler:

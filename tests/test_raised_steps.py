@@ -107,6 +107,7 @@ def run_with_faults(
             usage = scheduler.scheduler.neo_state()[pool]
             assert usage["free_tokens"] == usage["total_tokens"], pool
     assert state["raised_steps"] == sum(faults.kinds.values()) > 10
+    assert state["failed_steps"] == state["raised_steps"] + faults.kinds["beside"], "workers took it for another step"
     assert {result.finish for result in got.values()} == {"length"}
     assert_exact(alone("llama", requests), tokens(got))
     return faults
@@ -244,7 +245,7 @@ def serve(rank: int, port: int, model: Path, requests: list[Request], raising: s
             pytest.MonkeyPatch.context() as patch,
             InProcessScheduler("neo", model, rank=rank, port=port, **options) as scheduler,
         ):
-            faults = Faults(patch, lambda batch: rng.random() < 0.1 and rank in raising)
+            faults = Faults(patch, lambda batch: rng.random() < 0.15 and rank in raising)
             faults.hook(scheduler)
             try:
                 got = scheduler.run(requests, RandomMoves(seed=4, rate=0.05))
@@ -272,13 +273,13 @@ def test_ranks_go_on_together_or_not_at_all(tiny: Tiny, alone: Any, raising: set
     try:
         if len(raising) == RANKS:
             for _, got, faults in answers_of(ranks, found):
-                assert faults is not None and faults > 5, got
+                assert faults is not None and faults > 2, got
                 assert_exact(alone("llama", requests), got)
         else:
-            rank, text, faults = found.get(timeout=120)
+            rank, text, faults = found.get(timeout=300)
             assert faults is None, "a rank went on without the other"
             if rank not in raising:  # its peer has gone
-                rank, text, faults = found.get(timeout=120)
+                rank, text, faults = found.get(timeout=300)
             assert rank in raising and "out of memory" in text, text
     finally:
         for rank in ranks:

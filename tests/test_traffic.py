@@ -1,5 +1,6 @@
-"""Random traffic for a long time: arrivals, aborts, migrations, shared prefixes, failures of the CPU side, both pools
-full at times; both pools checked after every step, answers compared with the same requests alone.
+"""Random traffic for a long time: arrivals, aborts, migrations, shared prefixes, failures of the CPU side, forwards
+that raise, both pools full at times. Both pools are checked after every step, answers compared with the same requests
+alone.
 
 CI runs some hundred steps; ``NEO_TEST_STEPS=10000 NEO_TEST_SEEDS=2 pytest tests/test_traffic.py`` is the long version.
 """
@@ -15,12 +16,16 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_neo import recovery as recovery_module
+from sglang_neo import scheduler as scheduler_module
 from sglang_neo.hybrid.deferred import DeferredAttention
 from sglang_neo.hybrid.host_attention import HostAttention, StepRefused
 from sglang_neo.planning.placement import Rules
 from tests.harness.exact import assert_exact
 from tests.harness.inprocess import InProcessScheduler, Request
 from tests.harness.traffic import RandomMoves, random_prompt, tokens
+from tests.test_auto import PROFILES, Restless
+from tests.test_raised_steps import Faults
 
 if torch.cuda.is_available():
     pytest.skip("these tests run on the CPU device: set CUDA_VISIBLE_DEVICES=''", allow_module_level=True)
@@ -73,21 +78,21 @@ class SometimesRefusesDeferred:
                 raise StepRefused("refused by the test")
             return launch(attention, step)
 
-        def healing(attention: Any, timeout_s: float) -> bool:
+        def healing(attention: Any, *args: Any, **how: Any) -> bool:
             self._poisoned = False
-            return reset(attention, timeout_s)
+            return reset(attention, *args, **how)
 
         monkeypatch.setattr(DeferredAttention, "launch_step", refusing)
         monkeypatch.setattr(DeferredAttention, "reset", healing)
 
 
-@pytest.mark.parametrize("mode", ["sync", "pipelined", "deferred"])
+@pytest.mark.parametrize("mode", ["sync", "pipelined", "deferred", "auto"])
 @pytest.mark.parametrize("seed", range(int(os.environ.get("NEO_TEST_SEEDS", "1"))))
 @pytest.mark.timeout(max(300, STEPS))
 def test_random_traffic(
     tiny: Callable[..., Path], alone: Any, monkeypatch: pytest.MonkeyPatch, seed: int, mode: str
 ) -> None:
-    """Deferred steps with every hand-off audited."""
+    """Deferred steps with every hand-off audited; auto on a machine that is another one every few steps."""
     rng = random.Random(1000 + seed)
     prefixes = [random_prompt(rng, 90) for _ in range(3)]
     options: dict[str, Any] = {
@@ -99,13 +104,19 @@ def test_random_traffic(
         "neo_host_kv_size": 10 * 64 * 2 * 2 * 16 * 3 * 4 / 1e9,  # ten pages
     }
     print(f"seed {seed}: {options}")
-    if mode == "pipelined":
-        options["neo_mode"] = mode
-    if mode == "deferred":
+    options["neo_mode"] = mode
+    if mode in ("deferred", "auto"):
         options |= {"neo_deferred_slots": 2, "neo_check_integrity": True}
         options["neo_host_kv_size"] *= 1.101  # one page is nobody's
     moves = RandomMoves(seed, rate=0.03)
-    refusals: Any = None if mode == "deferred" else SometimesRefuses(seed, monkeypatch)
+    if mode == "auto":
+        moves = Restless(seed, rate=0.03, every=20)
+        monkeypatch.setattr(scheduler_module, "tables_for", lambda runner, anew: PROFILES["sync"])
+    refusals: list[Any] = [] if mode == "deferred" else [SometimesRefuses(seed, monkeypatch)]
+    draw = random.Random(2000 + seed)
+    faults = Faults(monkeypatch, lambda batch: draw.random() < 0.005)
+    for name in ("_CHANCES", "_MOST_IN_A_ROW"):
+        monkeypatch.setattr(recovery_module, name, 1 << 30)
     compared: list[Request] = []
     got: dict[str, list[int]] = {}
     steps = rounds = retractions = 0
@@ -113,8 +124,9 @@ def test_random_traffic(
         manager, recovery = scheduler.scheduler.token_manager, scheduler.scheduler.recovery
         scheduler.scheduler.placement.rules = Rules(pause_steps=2, cooldown_steps=6, return_steps=16)
         before = manager.host_usage()
-        if mode == "deferred":  # after the trial at start
-            refusals = SometimesRefusesDeferred(seed, monkeypatch)
+        faults.hook(scheduler)
+        if mode in ("deferred", "auto"):  # after the trial at start
+            refusals.append(SometimesRefusesDeferred(seed, monkeypatch))
         while steps < STEPS:
             requests = round_of_requests(rng, prefixes, rounds)
             results = scheduler.run(requests, moves)
@@ -129,7 +141,10 @@ def test_random_traffic(
             assert not manager.host_rows()
         moved = manager.migrations
     print(f"{steps} steps, {len(compared)} answers compared, {moved}, {retractions} retractions, "
-          f"{recovery.failed_steps} failed steps")  # fmt: skip
+          f"{recovery.failed_steps} failed steps, raised: {dict(faults.kinds)}")  # fmt: skip
     assert moved.to_host > 20 and moved.to_device > 5 and moves.host_steps > STEPS / 10
-    assert recovery.failed_steps == refusals.refused
+    assert recovery.raised_steps == sum(faults.kinds.values()) > STEPS / 1000
+    # Each refused or raising step, and what was beside it; a refused one may raise too.
+    failed = sum(each.refused for each in refusals) + recovery.raised_steps + faults.kinds["beside"]
+    assert 0.9 * failed - 2 < recovery.failed_steps <= failed
     assert_exact(alone("llama", compared), got)

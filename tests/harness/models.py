@@ -7,6 +7,7 @@ process that loads the folder (plain SGLang, sglang_neo, each rank of a parallel
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -105,6 +106,20 @@ def randomise(model: Any, seed: int) -> None:
                 parameter.copy_(1 + 0.2 * normal(parameter.shape))
             else:
                 parameter.copy_(0.2 * normal(parameter.shape))
+
+
+def cut_copy(model: Path, out: Path, layers: int) -> Path:
+    """A copy of the folder ``model`` with the first layers alone; its answers are text, and make no sense."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((model / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    [weights] = model.glob("*.safetensors")
+    gone = tuple(f"model.layers.{i}." for i in range(layers, config["num_hidden_layers"]))
+    kept = {name: tensor for name, tensor in load_file(weights).items() if not name.startswith(gone)}
+    save_file(kept, out / weights.name, metadata={"format": "pt"})
+    return out
 
 
 def perturbed_copy(model: Path, out: Path, tensor: str, scale: float) -> Path:

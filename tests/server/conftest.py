@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.servers import PORTS, Server, ServerPool, ServerSpec, extra_flags
+from tests.harness.models import cut_copy
 
 _POOL = pytest.StashKey[ServerPool]()
 
@@ -45,7 +46,7 @@ _ON_HOST = ("--max-total-tokens", "16", "--neo-host-kv-size", "1", "--neo-check-
 NEO_MODES = {
     "pipelined": (*_ON_HOST, "--neo-mode", "pipelined"),
     "sync": (*_ON_HOST, "--neo-mode", "sync"),
-    "deferred": (*_ON_HOST, "--neo-mode", "deferred", "--neo-deferred-slots", "4"),  # a token takes 31 steps
+    "deferred": (*_ON_HOST, "--neo-mode", "deferred", "--neo-deferred-slots", "4"),
     "auto": (*_ON_HOST, "--neo-deferred-slots", "4"),
     "device": ("--neo-mode", "sync", "--neo-host-kv-size", "1"),  # with room for all
 }
@@ -62,10 +63,26 @@ def neo_mode(request: pytest.FixtureRequest) -> str:
     return mode
 
 
+#: Modes in which the real model is cut to its first layers: in deferred steps a token takes one more step than layers.
+_CUT, _LAYERS = ("deferred", "auto"), 4
+
+
 @pytest.fixture(scope="session")
-def neo_spec(smollm2: Path, neo_mode: str) -> ServerSpec:
+def neo_model(smollm2: Path, neo_mode: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model that answers: a real one."""
+    return cut_copy(smollm2, tmp_path_factory.mktemp("cut") / "model", _LAYERS) if neo_mode in _CUT else smollm2
+
+
+@pytest.fixture(scope="session")
+def knows(neo_mode: str) -> Callable[[str, str], bool]:
+    """``knows("Paris", text)``: whether an answer has that in it. A model that is cut knows nothing, and answers."""
+    return (lambda fact, text: bool(text)) if neo_mode in _CUT else (lambda fact, text: fact in text)
+
+
+@pytest.fixture(scope="session")
+def neo_spec(neo_model: Path, neo_mode: str) -> ServerSpec:
     """sglang_neo with the real model, in float32: its tokens are then those of plain SGLang exactly."""
-    return ServerSpec(smollm2, ("--dtype", "float32", "--enable-metrics", *NEO_MODES[neo_mode], *extra_flags()))
+    return ServerSpec(neo_model, ("--dtype", "float32", "--enable-metrics", *NEO_MODES[neo_mode], *extra_flags()))
 
 
 @pytest.fixture

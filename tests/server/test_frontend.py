@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -12,6 +12,8 @@ import pytest
 import sglang as sgl
 
 from bench.servers import Server
+
+Knows = Callable[[str, str], bool]
 
 CAPITAL = "The capital of France is"
 PERSON = {
@@ -35,14 +37,14 @@ def backend(neo: Server) -> Iterator[Any]:
     sgl.set_default_backend(None)
 
 
-def test_gen(neo: Server) -> None:
+def test_gen(neo: Server, knows: Knows) -> None:
     @sgl.function
     def capital(s: Any) -> None:
         s += CAPITAL
         s += sgl.gen("answer", max_tokens=8, temperature=0)
 
     state = capital.run()
-    assert "Paris" in state["answer"]
+    assert knows("Paris", state["answer"])
     assert state.text() == CAPITAL + state["answer"]
     assert state["answer"] == neo.generate(text=CAPITAL, max_new_tokens=8)["text"]
 
@@ -60,7 +62,7 @@ def test_gen_twice_continues_the_text() -> None:
     assert state["first"] and "\n" not in state["second"]
 
 
-def test_chat_roles() -> None:
+def test_chat_roles(knows: Knows) -> None:
     @sgl.function
     def chat(s: Any, question: str) -> None:
         s += sgl.system("You are a helpful assistant.")
@@ -68,7 +70,7 @@ def test_chat_roles() -> None:
         s += sgl.assistant(sgl.gen("answer", max_tokens=24, temperature=0))
 
     state = chat.run(question="What is the capital of France? Answer in one sentence.")
-    assert "Paris" in state["answer"]
+    assert knows("Paris", state["answer"])
     assert [message["role"] for message in state.messages()] == ["system", "user", "assistant"]
     assert state.messages()[-1]["content"] == state["answer"]
 
@@ -97,7 +99,7 @@ def test_fork_and_join() -> None:
     assert found[3] == state["summary"]
 
 
-def test_select() -> None:
+def test_select(knows: Knows) -> None:
     choices = ["Paris", "a banana", "Tuesday"]
 
     @sgl.function
@@ -106,8 +108,8 @@ def test_select() -> None:
         s += sgl.select("city", choices=choices)
 
     state = capital.run()
-    assert state["city"] == "Paris"
-    assert state.text() == f"{CAPITAL} Paris"
+    assert state["city"] in choices and knows("Paris", state["city"])
+    assert state.text() == f"{CAPITAL} {state['city']}"
 
 
 def test_regex() -> None:
@@ -131,7 +133,7 @@ def test_json_schema() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_constrained_and_free_side_by_side(temperature: float) -> None:
+def test_constrained_and_free_side_by_side(knows: Knows, temperature: float) -> None:
     """A batch in which only some rows have a grammar: the mask must hit those rows alone."""
 
     @sgl.function
@@ -145,10 +147,10 @@ def test_constrained_and_free_side_by_side(temperature: float) -> None:
     assert re.fullmatch(r"[xyz]{4}", third)
     assert free
     if temperature == 0:
-        assert "Paris" in free
+        assert knows("Paris", free)
 
 
-def test_run_batch_keeps_order() -> None:
+def test_run_batch_keeps_order(knows: Knows) -> None:
     capitals = {"France": "Paris", "Germany": "Berlin", "Italy": "Rome", "Spain": "Madrid"}
 
     @sgl.function
@@ -159,7 +161,7 @@ def test_run_batch_keeps_order() -> None:
     states = capital.run_batch([{"country": country} for country in capitals], num_threads=4)
     for state, (country, city) in zip(states, capitals.items(), strict=True):
         assert state.text().startswith(f"The capital of {country} is")
-        assert city in state["answer"]
+        assert knows(city, state["answer"])
 
 
 def test_stream() -> None:
