@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import random
 import traceback
 from collections import Counter
@@ -249,9 +250,13 @@ def serve(rank: int, port: int, model: Path, requests: list[Request], raising: s
             faults.hook(scheduler)
             try:
                 got = scheduler.run(requests, RandomMoves(seed=4, rate=0.05))
-            except BaseException:  # what follows waits for the other rank
+            except (
+                BaseException
+            ):  # it ends at once, as a server's process: to close would be to wait for the other rank
                 found.put((rank, traceback.format_exc(), None))
-                raise
+                found.close()
+                found.join_thread()
+                os._exit(1)
             found.put((rank, tokens(got), sum(faults.kinds.values())))
     except BaseException:
         found.put((rank, traceback.format_exc(), None))
