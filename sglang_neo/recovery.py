@@ -94,7 +94,7 @@ class Recovery:
     def __init__(self, scheduler: Any, attention: Any, pause: Any, over: Any):
         self._scheduler, self._attention, self._pause, self._over = scheduler, attention, pause, over
         self._failed: list[Any] = []
-        self._broken = False
+        self._broken = self._cpu_failed = False
         self._reason = ""
         self._in_a_row = self._raised_in_a_row = 0
         #: The step that has raised, until ``restart``; and whether it had hand-offs that the device will never come to.
@@ -194,7 +194,7 @@ class Recovery:
         if launched is not None:
             if result.copy_done is not None:
                 result.copy_done.synchronize()
-            self._judge(launched)
+            self._judge(launched, getattr(result, "neo_raised", None) is not None)
         if getattr(result, "neo_raised", None) is None:
             self._raised_in_a_row = 0
         scheduler = self._scheduler
@@ -211,7 +211,7 @@ class Recovery:
         """Judges a step that no token rests on, so that its failure is known too and what it named becomes free."""
         self._judge(LaunchedHostRows((), epoch, None))
 
-    def _judge(self, launched: LaunchedHostRows) -> None:
+    def _judge(self, launched: LaunchedHostRows, raised: bool = False) -> None:
         reason = launched.refused
         if reason is None:
             assert self._attention is not None
@@ -219,13 +219,14 @@ class Recovery:
         # A rank that had no trouble throws the step away too.
         if least_of_all_ranks(self._runner, 1 if reason is None else 0):
             self._in_a_row = 0
-            if not self._broken:  # else a worker may be busy with a step before it, until ``restart``
+            if not self._cpu_failed:  # else a worker may be busy with a step before it, until ``restart``
                 self._over(launched.epoch)
             return
         self.failed_steps += 1
         if not self._broken:  # the step behind it fails because this one did
             self._reason = reason or "another rank's CPU work failed"
         self._broken = True
+        self._cpu_failed |= not raised
         for req in (*launched.reqs, *launched.others()):
             if not (req.finished() or req.is_retracted):
                 req.is_retracted = True
@@ -260,8 +261,9 @@ class Recovery:
             RuntimeError: the workers do not come back.
         """
         scheduler = self._scheduler
-        raised, anew = self._raised_batch is not None, self._raised_batch is None or self._handing_over
-        failed, self._failed, self._broken = {id(req) for req in self._failed}, [], False
+        cpu_failed, anew = self._cpu_failed, self._cpu_failed or self._handing_over
+        failed, self._failed = {id(req) for req in self._failed}, []
+        self._broken = self._cpu_failed = False
         self._raised_batch = None
         if anew:
             self._begin_anew()
@@ -294,7 +296,7 @@ class Recovery:
             return False
         self._in_a_row += 1
         steps = self._pause(self._in_a_row)
-        what = "A step with host rows failed" if raised else "CPU attention failed"
+        what = "CPU attention failed" if cpu_failed else "A step with host rows failed"
         logger.error(f"{what}: {self._reason}. {told}; no request moves to host memory for {steps} steps")
         return True
 
