@@ -8,7 +8,8 @@ no use and left out. Each client sends one request after the other: prompts of a
 beginning, streamed or not; some go away in the middle of an answer, some are aborted. One more client asks the same
 question again and again, whose greedy answer must stay the same.
 
-Exit codes: 0; 1 if a request failed, the answer changed, memory grew, or KV was not all free at the end; 2: bad input.
+Exit codes: 0; 1 if a request failed, the answer changed, a step raised an error, memory grew, or KV was not all free at
+the end; 2: bad input.
 """
 
 from __future__ import annotations
@@ -170,12 +171,16 @@ def soak(server: Server, args: argparse.Namespace, vocabulary: int) -> tuple[dic
     grown = growth(samples)
     wrong += [f"{name} grew by {mb} MB" for name, mb in grown.items() if mb > ALLOWED_GROWTH_MB]
     neo = server.info()["neo"]
+    if neo["raised_steps"]:
+        wrong.append(f"{neo['raised_steps']} steps raised an error, see the log")
     kept = ("device_kv", "host_kv", "host_tokens_total", "steps_total", "migrations", "host_prefill", "host_cache")
     found = {
         "requests": dict(traffic.counts),
         "errors": traffic.errors,
         "growth_mb": grown,
-        "at_the_end": {name: neo[name] for name in (*kept, "failed_steps", "restarted_reqs", "active_mode")},
+        "at_the_end": {
+            name: neo[name] for name in (*kept, "failed_steps", "raised_steps", "restarted_reqs", "active_mode")
+        },
         "samples": samples,
     }
     return found, wrong
