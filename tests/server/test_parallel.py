@@ -5,14 +5,19 @@ The servers follow one another so that each is used for all that it is good for:
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import re
 import signal
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import requests
 
 from bench.servers import (
+    PLAIN,
     Server,
     ServerPool,
     ServerSpec,
@@ -102,10 +107,13 @@ _source = random.Random(10)
 LONG = {"input_ids": [_source.randrange(3, 256) for _ in range(900)], "max_new_tokens": TOKENS, "ignore_eos": True}
 
 
+def crowd_prompts() -> list[list[int]]:
+    source = random.Random(9)
+    return [[source.randrange(3, 256) for _ in range(source.randrange(20, 160))] for _ in range(CROWD)]
+
+
 def answer_crowd(server: Server, workers: int, **request: object) -> list[list[int]]:
     """Its answers, so many requests at once."""
-    source = random.Random(9)
-    prompts = [[source.randrange(3, 256) for _ in range(source.randrange(20, 160))] for _ in range(CROWD)]
 
     def ask(ids: list[int]) -> list[int]:
         body = dict(input_ids=ids, max_new_tokens=CROWD_TOKENS, ignore_eos=True, **request)
@@ -113,7 +121,7 @@ def answer_crowd(server: Server, workers: int, **request: object) -> list[list[i
         return tokens
 
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(ask, prompts))
+        return list(pool.map(ask, crowd_prompts()))
 
 
 def check_used_the_host(server: Server) -> None:
@@ -242,6 +250,88 @@ def test_tensor_parallel_ranks_take_a_prompt_larger_than_the_device_pool(
     servers: ServerPool, tp_spec: ServerSpec, long_alone: list[int]
 ) -> None:
     assert len(long_alone) == TOKENS and servers.shared(tp_spec).generate(**LONG)["output_ids"] == long_alone
+
+
+#: NEO_TEST_ABORTS=1000 is the long version.
+COMINGS = int(os.environ.get("NEO_TEST_ABORTS", "60"))
+
+
+class Comings:
+    """Requests of the crowd, twelve at a time: half of them are aborted or left in the middle of the answer."""
+
+    def __init__(self, server: Server, seed: int):
+        self._server, self._rng = server, random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        #: Of those who stayed: which of the crowd, and the answer.
+        self.answers: list[tuple[int, list[int]]] = []
+
+    def run(self, count: int) -> None:
+        plans = [
+            (i, self._rng.choice(("stays", "stays", "is-aborted", "leaves")), self._rng.randrange(CROWD_TOKENS))
+            for i in range(count)
+        ]
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(lambda plan: self._come(*plan), plans))
+
+    def _come(self, number: int, kind: str, after: int) -> None:
+        body = generate_body(
+            input_ids=crowd_prompts()[number % CROWD], max_new_tokens=CROWD_TOKENS, ignore_eos=True, stream=True,
+            rid=(name := f"{kind}-{number:05}"),
+        )  # fmt: skip
+        tokens: list[int] = []
+        with requests.post(f"{self._server.url}/generate", json=body, stream=True, timeout=300) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith(b"data: {"):
+                    continue
+                tokens = json.loads(line[len(b"data: ") :])["output_ids"]
+                if kind != "stays" and len(tokens) >= after:
+                    if kind == "leaves":
+                        break
+                    self._server.post("/abort_request", {"rid": name})
+                    after = CROWD_TOKENS + 1
+        self.counts[kind] += 1
+        if kind == "stays":
+            self.answers.append((number % CROWD, tokens))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(max(600, 4 * COMINGS))
+def test_tensor_parallel_ranks_agree_on_aborts(
+    servers: ServerPool, tp_spec: ServerSpec, crowd_alone: list[list[int]]
+) -> None:
+    server = servers.shared(tp_spec)
+    comings = Comings(server, seed=11)
+    comings.run(COMINGS)
+    assert min(comings.counts[kind] for kind in ("stays", "is-aborted", "leaves")) > COMINGS / 8, comings.counts
+    wrong = [number for number, tokens in comings.answers if tokens != crowd_alone[number]]
+    assert not wrong and len(comings.answers) == comings.counts["stays"]
+
+    def all_free() -> bool:
+        if server.post("/flush_cache", {}).status_code != 200:  # refused while a request runs
+            return False
+        neo = server.info()["neo"]
+        return all(neo[pool]["free_tokens"] == neo[pool]["total_tokens"] for pool in ("device_kv", "host_kv"))
+
+    wait_until(all_free, 60, "all KV free")
+    neo = server.info()["neo"]
+    assert neo["host_tokens_total"] > COMINGS * CROWD_TOKENS / 20, neo
+    assert neo["failed_steps"] == neo["raised_steps"] == 0, neo
+
+
+@pytest.mark.slow
+def test_plain_tensor_parallel_ranks_answer_the_same(
+    servers: ServerPool, tiny_spec: ServerSpec, reference: list[list[int]], crowd_alone: list[list[int]]
+) -> None:
+    """What the tests above compare with one rank of ours is plain SGLang's with two."""
+    flags = ("--dtype", "float32", "--device", "cpu", "--attention-backend", "torch_native", "--tp-size", "2")
+    plain = ServerSpec(
+        tiny_spec.model, (*flags, "--skip-tokenizer-init", "--skip-server-warmup", "--max-total-tokens", "8192"),
+        entry=PLAIN,
+    )  # fmt: skip
+    with servers.own(plain) as server:
+        assert "neo" not in server.info()
+        assert greedy(server) == reference
+        assert answer_crowd(server, 4) == crowd_alone
 
 
 def test_sigint_lets_requests_finish_and_a_second_one_does_not(servers: ServerPool, tp_spec: ServerSpec) -> None:
