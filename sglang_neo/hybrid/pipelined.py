@@ -255,6 +255,21 @@ def joined_output(outputs: Sequence[Any]) -> Any:
     hidden = [output.hidden_states for output in outputs]
     return dataclasses.replace(
         outputs[0],
-        next_token_logits=torch.cat([output.next_token_logits for output in outputs]),
-        hidden_states=torch.cat(hidden) if hidden[0] is not None else None,
+        next_token_logits=_joined([output.next_token_logits for output in outputs]),
+        hidden_states=_joined(hidden) if hidden[0] is not None else None,
     )
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of all parts. Where these lie one behind the other, as slices of the logits buffer that SGLang's graphs
+    share, it is a view: a copy would be memory of its own in every graph, a vocabulary for each of its rows."""
+    whole = parts[0]
+    for part in parts[1:]:
+        behind = whole.storage_offset() + whole.shape[0] * whole.stride(0)
+        if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or (
+            part.storage_offset() != behind or part.stride() != whole.stride()
+        ):
+            return torch.cat(list(parts))
+        rows = whole.shape[0] + part.shape[0]
+        whole = whole.as_strided((rows, *whole.shape[1:]), whole.stride(), whole.storage_offset())
+    return whole
