@@ -112,6 +112,8 @@ class NeoScheduleBatch(ScheduleBatch):
     neo_in_parts = False
     #: Of a part: the batch that it is of.
     neo_whole: NeoScheduleBatch | None = None
+    #: Of a prefill, in mode auto: requests whose host rows decode beside it.
+    neo_beside: Any = None
     #: Of a decode step in two lanes: ``sglang_neo.hybrid.pipelined.Lanes``.
     neo_lanes: Any = None
     #: Of a part that is a deferred step: ``sglang_neo.hybrid.deferred.DeferredStep``.

@@ -189,12 +189,16 @@ class Pipelining:
     def _part_beside(self, prefill: Any, running: Any) -> NeoScheduleBatch | None:
         """Host rows of the running batch as a decode step of their own; None if there are none, or they have no room
         for a token."""
+        planned, prefill.neo_beside = getattr(prefill, "neo_beside", None), None
         on_host = [
             i
             for i, req in enumerate(running.reqs)
             if host_row(req) is not None and not req.finished() and not req.is_retracted
         ]
-        chosen = self._riding(running, on_host, self.limits.beside(prefill.extend_num_tokens)) if on_host else []
+        if planned is not None:
+            chosen = [i for i in on_host if any(running.reqs[i] is req for req in planned)]
+        else:
+            chosen = self._riding(running, on_host, self.limits.beside(prefill.extend_num_tokens)) if on_host else []
         if not chosen or not self._manager.can_grow([running.reqs[i] for i in chosen]):
             return None
         for i in chosen:

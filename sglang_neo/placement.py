@@ -194,6 +194,11 @@ class Placement:
     def _may_return_now(self) -> bool:
         if self.all_on_host or not self.returns or self._scheduler.waiting_queue:
             return False
+        return self._settled
+
+    @property
+    def _settled(self) -> bool:
+        """Whether nobody has left the device a moment ago."""
         return self.steps_since_departure >= self.rules.cooldown_steps
 
     def _return(self, batch: Any) -> None:
@@ -202,15 +207,26 @@ class Placement:
             return
         free = self.device_free()
         returning = to_device(rows, _device_rows(batch), free, self._page, self.rules)
-        if not returning and self._ranked and self._open:
-            device_rows = self._rows(batch, self._may_leave)
-            found = to_exchange(rows, device_rows, free, self._page, self._manager.host_available(), self.rules)
-            if found is not None:
-                returning, leaving = [found[0]], found[1]
-                for index in leaving:
-                    self.move_to_host(batch.reqs[index])
         for index in returning:
             self.move_to_device(batch.reqs[index])
+        if not returning:
+            self._exchange(batch, rows)
+
+    def exchange(self, batch: Any) -> None:
+        """A host row that ranks higher than device rows changes places with them, unless somebody has left a moment ago.
+        Whoever waits loses nothing by it."""
+        if self._ranked and self._settled:
+            self._exchange(batch, self._rows(batch, self.may_return))
+
+    def _exchange(self, batch: Any, rows: Sequence[Row]) -> None:
+        if not (rows and self._ranked and self._open):
+            return
+        device_rows, free = self._rows(batch, self._may_leave), self.device_free()
+        found = to_exchange(rows, device_rows, free, self._page, self._manager.host_available(), self.rules)
+        if found is not None:
+            for index in found[1]:
+                self.move_to_host(batch.reqs[index])
+            self.move_to_device(batch.reqs[found[0]])
 
     # -- priorities -------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from sglang_neo.hybrid.pipelined import Lanes, PipelinedAttention
 from sglang_neo.pipelining import lanes_of
 from sglang_neo.placement import Placement
 from sglang_neo.planning.correction import Measured, waited
-from sglang_neo.planning.costs import MODES, Costs, Mode, Rows
+from sglang_neo.planning.costs import MODES, Costs, Mode, Rows, StepCost
 from sglang_neo.planning.placement import Rules
 from sglang_neo.planning.planner import (
     Limits,
@@ -38,6 +38,7 @@ from sglang_neo.planning.planner import (
     draining_pays,
     load_back_pays,
     plan,
+    rows_beside_prefill,
 )
 from sglang_neo.planning.tables import Tables
 from sglang_neo.ranks import from_first_rank
@@ -81,7 +82,6 @@ def limits_of(scheduler: Any, attention: HostAttention, rules: Rules, deferral: 
         max_host_tpot=args.neo_max_host_tpot / 1e3,
         max_lane_rows=min(Limits.max_lane_rows, len(attention.inbox)),
         max_slots=deferral.slots if deferral is not None else 0,
-        lane_beside_prefill=False,
         prefill_tokens=min(chunk, scheduler.max_prefill_tokens) if chunk > 0 else scheduler.max_prefill_tokens,
         device_page=manager.device_page_tokens,
         host_page=manager.host_page_tokens,
@@ -233,6 +233,8 @@ class PlannerBridge:
             req = self._host_reqs[index]
             if host_row(req) is not None and not req.finished() and self._placement.may_return(req):
                 self._placement.move_to_device(req)
+        if not (planned.to_device or planned.to_host):
+            self._placement.exchange(batch)
 
     # -- decode steps ------------------------------------------------------------------------------------------
 
@@ -348,16 +350,20 @@ class PlannerBridge:
 
     # -- prefills ----------------------------------------------------------------------------------------------
 
-    def prefilling(self, batch: Any) -> None:
-        """A step that SGLang has put together of prompts."""
+    def prefilling(self, batch: Any, running: Any) -> None:
+        """A step that SGLang has put together of prompts. ``running``: the batch that decodes, of which host rows may
+        do so beside it: ``batch.neo_beside`` names them."""
         tokens, past = batch.extend_num_tokens, sum(batch.prefix_lens or [])
         to_host = bool(batch.reqs) and host_row(batch.reqs[0]) is not None
+        beside, cost = self._beside(running, tokens, past)
+        batch.neo_beside = beside
         step = StepPlan(
-            mode="gpu_only",
+            mode="pipelined" if beside else "gpu_only",
             decode_mode=self.memory.mode,
-            cost=self._costs().prefill(tokens, past),
-            tokens=0,
+            cost=cost,
+            tokens=len(beside),
             device_rows=0,
+            lane_b=len(beside),
             prefill=(tokens,),
             prefill_to="host" if to_host else "device",
             held_up=self._counted[0],
@@ -366,6 +372,30 @@ class PlannerBridge:
         )
         self._prefills_in_flight += _held_up_for(step)
         batch.neo_planned = Launched(step, Rows(), Rows(), not self._idle)
+
+    def _beside(self, running: Any, tokens: int, past: int) -> tuple[Sequence[Any], StepCost]:
+        """Requests of the running batch that decode in lane B of a prefill, and what the step costs."""
+        costs, planned, limits = self._costs(), self._planned, self.limits
+        alone = costs.prefill(tokens, past)
+        there = "pipelined" in limits.modes and limits.lane_beside_prefill and not self._placement.paused
+        if not there or planned is None or (self._deferral is not None and any(True for _ in self._deferral.riders())):
+            return (), alone
+        on_host = [
+            i
+            for i, req in enumerate(running.reqs)
+            if host_row(req) is not None and not req.finished() and not req.is_retracted
+        ]
+        if not on_host:
+            return (), alone
+        rows, cost = 0, alone
+        if self._runner.ps.tp_rank == 0 and not self.memory.guard.closed and planned.decode_mode != "deferred":
+            rate = planned.rate or (planned.tokens / planned.cost.seconds if planned.cost.seconds else 0.0)
+            host = Rows(len(on_host), sum([running.reqs[i].seqlen for i in on_host]))
+            rows, cost = rows_beside_prefill(costs, limits, rate, host, tokens, past)
+        rows = from_first_rank(self._runner, rows)
+        if not rows:
+            return (), alone
+        return [running.reqs[i] for i in self._taking_part(running, on_host, rows)], cost
 
     def loading_back_pays(self, tokens: int, past: int, hit: int) -> bool:
         """Whether a host hit is to be copied to the device; by the tables alone, which are the same in all ranks."""
@@ -392,6 +422,10 @@ class PlannerBridge:
         step, handed_over = launched.plan, getattr(result, "neo_launched", None)
         if handed_over is not None and handed_over.refused is None and handed_over.mode != step.mode:
             step = replace(step, mode="sync", cost=self._costs().sync(launched.device, launched.host))
+        if step.prefill and step.lane_b:
+            beside = getattr(result, "neo_beside", None)
+            if beside is None or beside.result.neo_launched.refused is not None:
+                return  # it did not run as it was meant to
         measured = self._measured(step, span.measured(last if launched.follows else None))
         if measured.seconds <= 0:
             return

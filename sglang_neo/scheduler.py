@@ -75,17 +75,19 @@ class NeoScheduler(Scheduler):
             if host is not None and host.deferred is not None
             else None
         )
-        self.pipelining = (
-            Pipelining(self, attention, self.token_manager)
-            if isinstance(attention, PipelinedAttention) and self.server_args.neo_mode in LANE_MODES
-            else None
-        )
         if self.deferral is not None:
             self.placement.seats = self.deferral.seats
         #: None: the mode is fixed, or there are no host rows.
         self.planner: PlannerBridge | None = None
         if attention is not None and self.server_args.neo_mode == "auto":
             self.planner = self._make_planner(attention)
+        #: In mode auto it runs what the planner chooses beside prefills, and chooses nothing by itself.
+        self.pipelining = (
+            Pipelining(self, attention, self.token_manager)
+            if isinstance(attention, PipelinedAttention)
+            and (self.server_args.neo_mode in LANE_MODES or self.planner is not None)
+            else None
+        )
         if self.planner is not None and isinstance(self.tree_cache, NeoRadixCache):
             self.tree_cache.loading_back_pays = self.planner.loading_back_pays
         if attention is not None:
@@ -157,11 +159,11 @@ class NeoScheduler(Scheduler):
             if decodes:
                 plan.batch_to_run = self.planner.part(plan.running_batch)
             elif plan.batch_to_run is not None:
-                self.planner.prefilling(plan.batch_to_run)
+                self.planner.prefilling(plan.batch_to_run, plan.running_batch)
             self.planner.launching(plan.batch_to_run)
         elif decodes and self.deferral is not None:
             plan.batch_to_run = self.deferral.next_part(plan.running_batch, self.placement.paused)
-        if self.pipelining is not None:
+        if self.pipelining is not None and self.planner is None:
             if plan.batch_to_run is plan.running_batch:
                 plan.batch_to_run = self.pipelining.next_part(plan.running_batch)
             elif plan.batch_to_run is None:
@@ -285,7 +287,7 @@ class NeoScheduler(Scheduler):
         self._process_batch_result(batch, result)
         if (beside := getattr(result, "neo_beside", None)) is not None:
             self._process_batch_result(*beside)
-        if self.pipelining is not None:
+        if self.pipelining is not None and self.planner is None:
             self.pipelining.processed(batch, result)
 
     def _process_batch_result(self, batch: Any, result: Any) -> None:
@@ -367,7 +369,7 @@ class NeoScheduler(Scheduler):
                 "waited_total": self.pipelining.waited,
                 "no_graph_total": self.pipelining.no_graph,
             }
-            if self.pipelining is not None
+            if self.pipelining is not None and self.planner is None
             else None,
             "steps_behind_total": self.deferral.counters.behind if self.deferral is not None else 0,
             "planner": self.planner.report() if self.planner is not None else None,

@@ -27,6 +27,7 @@ from tests.harness.graphs import capture_decode_steps
 from tests.harness.inprocess import InProcessScheduler, Request
 from tests.harness.models import ARCHITECTURES
 from tests.harness.traffic import RandomMoves, random_prompt, random_requests, tokens
+from tests.test_prefill_lane import Seen, arrivals
 from tests.test_recovery import Stall, crowd
 
 Tiny = Callable[..., Path]
@@ -117,6 +118,32 @@ def test_exact_while_modes_change(tiny: Tiny, alone: Any, arch: str) -> None:
     assert all(steps[mode] > 3 for mode in ("gpu_only", "sync", "pipelined", "deferred")), steps
     assert state["planner"]["counters"]["changes"] > 5, state["planner"]["counters"]
     assert_exact(alone(arch, requests), tokens(got))
+
+
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pays", [True, False])
+def test_host_rows_decode_beside_prefills_where_that_pays(
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, pays: bool
+) -> None:
+    """With a CPU that takes next to nothing it does; not with one that has no time for a row beside a prefill."""
+    requests = arrivals(seed=1)
+    options = {"max_total_tokens": 256, "max_running_requests": 20, "chunked_prefill_size": 64, "neo_mode": "auto"}
+    more = {"disable_overlap_schedule": not overlap, "neo_check_integrity": True}
+    with InProcessScheduler("neo", tiny("llama"), **options, **more) as scheduler:
+        planner = scheduler.scheduler.planner
+        planner.limits = replace(planner.limits, modes=("gpu_only", "pipelined"))
+        planner.tables = PROFILES["sync"] if pays else profile(linear=1, device_row=0.001, cpu_row=2)
+
+        def on_step(s: Any, step: int) -> None:
+            s.token_manager.audit()
+            planner.memory = replace(planner.memory, corrections=Corrections(), guard=Guard())
+
+        seen = Seen(monkeypatch, scheduler.scheduler)
+        got = scheduler.run(requests, on_step)
+        steps = scheduler.scheduler.neo_metrics.counters.steps
+    assert steps["pipelined_prefill"] == sum(seen.beside.values()), (steps, seen.beside)
+    assert (min(seen.beside.values()) > 0) == (sum(seen.beside.values()) > 5) == pays, (steps, seen.beside)
+    assert_exact(alone("llama", requests), tokens(got))
 
 
 #: More of them: NEO_TEST_SEEDS=100 pytest tests/test_auto.py -k random_workloads

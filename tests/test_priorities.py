@@ -73,6 +73,17 @@ def test_without_the_rule_they_are_retracted(tiny: Tiny, monkeypatch: pytest.Mon
         test_best_effort_requests_make_room(tiny, lambda *a: {}, {}, False)
 
 
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_it_changes_places_in_mode_auto_too(
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    from tests.test_auto import PROFILES
+
+    monkeypatch.setattr("sglang_neo.scheduler.tables_for", lambda runner, anew: PROFILES["deferred"])
+    mode = {"neo_mode": "auto", "neo_deferred_slots": 2, "disable_overlap_schedule": not overlap}
+    test_an_ordinary_request_changes_places_with_best_effort_ones(tiny, alone, mode)
+
+
 @in_modes("sync")
 def test_an_ordinary_request_changes_places_with_best_effort_ones(tiny: Tiny, alone: Any, mode: dict[str, Any]) -> None:
     """It has gone to the host; without ranks it would wait there until somebody ends."""

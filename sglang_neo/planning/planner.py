@@ -121,6 +121,7 @@ class StepPlan:
     to_host: tuple[int, ...] = ()  # indices into ``State.device_rows``
     to_device: tuple[int, ...] = ()  # indices into ``State.host_rows``
     probe: bool = False  # gpu_only only to compare
+    rate: float = 0.0  # tokens per second of the best decode step, which waits behind a prefill
     standing: int = 0  # host rows that are there and do not take part
     regret: float = 0.0  # steps' worth of tokens lost since ``decode_mode`` is no longer the fastest
 
@@ -462,11 +463,10 @@ def _prefill(
         while cost.seconds > limits.max_tpot and sum(chunks) > limits.host_page:
             chunks = _chunks(chunks, max(sum(chunks) // 2, limits.host_page))
             cost = costs.prefill(sum(chunks), past)
-    lane_b = 0
+    lane_b, rate = 0, max(current.rate, _full_rate(state, costs))
     # In deferred mode host rows are between two layers and take no part in lanes.
     lanes = "pipelined" in limits.modes and limits.lane_beside_prefill
     if state.host_rows and lanes and open_to_cpu and current.mode != "deferred":
-        rate = max(current.rate, _full_rate(state, costs))
         chunks, lane_b, cost = _beside_prefill(state, limits, costs, rate, chunks, past, cost)
     return StepPlan(
         mode="pipelined" if lane_b else "gpu_only",
@@ -479,6 +479,7 @@ def _prefill(
         prefill_to=place,
         held_up=len(state.device_rows),
         load_back=load_back,
+        rate=rate,
         standing=len(state.host_rows) - lane_b,
         regret=regret,
     )
@@ -530,21 +531,35 @@ def _beside_prefill(
         rate: tokens per second of the best decode step.
         cost: of the prefill alone.
     """
-    mean = sum(state.host_rows) / len(state.host_rows)
-    most = min(len(state.host_rows), limits.max_lane_rows)
+    host = Rows(len(state.host_rows), sum(state.host_rows))
+    most = min(host.count, limits.max_lane_rows)
     whole = sum(chunks)
-    busy = costs.tables.layers * costs.cpu_layer(Rows(most, most * mean))
+    busy = costs.tables.layers * costs.cpu_layer(Rows(most, most * host.mean))
     cut = max(int(whole * busy / cost.prefill), limits.host_page)
     for tokens in (cut, whole) if cut < whole else (whole,):
-        part = _chunks(chunks, tokens)
-        alone = costs.prefill(tokens, past)
-        rows = costs.rows_within(alone.prefill / costs.tables.layers, mean, most)
-        both = costs.prefill(tokens, past, Rows(rows, rows * mean))
         # A part of the prefill may cost more than its share of the whole: that is the lane's fault too.
-        added = both.seconds - cost.seconds * tokens / whole
-        if rows and lane_beside_prefill_pays(rate, rows, added).holds:
-            return part, rows, both
+        rows, both = rows_beside_prefill(costs, limits, rate, host, tokens, past, cost.seconds * tokens / whole)
+        if rows:
+            return _chunks(chunks, tokens), rows, both
     return chunks, 0, cost
+
+
+def rows_beside_prefill(
+    costs: Costs, limits: Limits, rate: float, host: Rows, tokens: float, past: float, alone: float | None = None
+) -> tuple[int, StepCost]:
+    """How many of these host rows decode in lane B beside a prefill, 0 if that does not pay, and what the step costs.
+
+    Args:
+        rate: tokens per second of the best decode step.
+        tokens, past: as for ``Costs.prefill``.
+        alone: seconds that the prefill is worth without a lane; default: what it takes.
+    """
+    cost = costs.prefill(tokens, past)
+    most = int(min(host.count, limits.max_lane_rows))
+    rows = costs.rows_within(cost.prefill / costs.tables.layers, host.mean, most)
+    both = costs.prefill(tokens, past, Rows(rows, rows * host.mean))
+    added = both.seconds - (cost.seconds if alone is None else alone)
+    return (rows, both) if rows and lane_beside_prefill_pays(rate, rows, added).holds else (0, cost)
 
 
 def _chunks(tokens: Iterable[int], most: int) -> tuple[int, ...]:
