@@ -14,7 +14,7 @@ import torch
 from sglang_neo.host_kv.memory import HostMemory, HostMemoryError
 from sglang_neo.host_kv.pool import HostKVGeometry
 from sglang_neo.hybrid import assemble
-from sglang_neo.ranks import from_first_rank, least_of_all_ranks
+from sglang_neo.ranks import from_first_rank, least_of_all_ranks, meet
 
 
 def _run(rank: int, rendezvous: str, work: Callable[[int, Any], Any], count: int, found: Any) -> None:
@@ -50,7 +50,17 @@ def test_every_rank_gets_what_the_first_one_has(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, 3, lambda rank, runner: from_first_rank(runner, {"mine": rank})) == [{"mine": 0}] * 3
 
 
+def test_ranks_meet_or_know_that_one_is_missing(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 3, lambda rank, runner: meet(runner, 30.0)) == [True] * 3
+    for missing in (0, 2):
+        folder = tmp_path / str(missing)
+        folder.mkdir()
+        met = on_ranks(folder, 3, lambda rank, runner, who=missing: rank == who or meet(runner, 2.0))
+        assert met == [rank == missing for rank in range(3)]
+
+
 def test_one_rank_asks_nobody() -> None:
+    assert meet(SimpleNamespace(ps=SimpleNamespace(tp_size=1)), 0.0)
     assert least_of_all_ranks(SimpleNamespace(ps=SimpleNamespace(tp_size=1)), 9) == 9
     assert from_first_rank(SimpleNamespace(ps=SimpleNamespace(tp_size=1)), "mine") == "mine"
 
