@@ -91,6 +91,11 @@ class Restless(RandomMoves):
             planner.tables = PROFILES[self._next.pop()]
 
 
+def random_moves(mode: Mapping[str, Any], seed: int, rate: float) -> RandomMoves:
+    """For a scheduler with these arguments. One in mode auto must not measure its machine (``no_profiling``)."""
+    return Restless(seed, rate) if mode.get("neo_mode") == "auto" else RandomMoves(seed, rate)
+
+
 @pytest.fixture(autouse=True)
 def no_profiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "tables_for", lambda runner, anew: PROFILES["sync"])

@@ -21,6 +21,7 @@ from tests.harness.exact import assert_exact
 from tests.harness.inprocess import InProcessScheduler, Request
 from tests.harness.queues import LateCopies
 from tests.harness.traffic import RandomMoves, random_prompt, random_requests, tokens
+from tests.test_auto import no_profiling, random_moves  # noqa: F401  a fixture of every test
 from tests.test_scenarios import ABORTS, in_modes
 
 Tiny = Callable[..., Path]
@@ -46,9 +47,9 @@ def under_way(scheduler: Any, req: Any) -> bool:
 class AbortsDuringCopies:
     """``on_step``: moves a request whose name begins with "gone" to the host and aborts it at once."""
 
-    def __init__(self, device: LateCopies, seed: int):
+    def __init__(self, device: LateCopies, seed: int, moves: RandomMoves):
         self.device, self.rng, self.aborts = device, random.Random(seed), 0
-        self.moves = RandomMoves(seed, rate=0.2)
+        self.moves = moves
 
     def __call__(self, scheduler: Any, step: int) -> None:
         from sglang.srt.managers.io_struct import AbortReq
@@ -65,7 +66,7 @@ class AbortsDuringCopies:
         self.device.some_steps()
 
 
-@in_modes("deferred")
+@in_modes("deferred", auto=True)
 @pytest.mark.timeout(max(300, ABORTS))
 def test_aborts_during_copies(tiny: Tiny, alone: Any, late: LateCopies, mode: dict[str, Any]) -> None:
     rng = random.Random(2)
@@ -74,7 +75,7 @@ def test_aborts_during_copies(tiny: Tiny, alone: Any, late: LateCopies, mode: di
         Request(f"gone{i:04}", random_prompt(rng, rng.randrange(5, 90)), 40, arrive=i // 2, vanishes=True)
         for i in range(ABORTS)
     ]
-    aborts = AbortsDuringCopies(late, seed=3)
+    aborts = AbortsDuringCopies(late, 3, random_moves(mode, 3, rate=0.2))
     options = {"max_total_tokens": 600, "max_running_requests": 12, "neo_host_kv_size": 12 * PAGE, **mode}
     with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
         manager = scheduler.scheduler.token_manager

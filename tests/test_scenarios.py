@@ -24,6 +24,7 @@ from sglang_neo.token_manager import NeoReqToTokenPool, NeoTokenManager
 from tests.harness.exact import assert_exact
 from tests.harness.inprocess import InProcessScheduler, Request
 from tests.harness.traffic import RandomMoves, random_prompt, tokens
+from tests.test_auto import no_profiling, random_moves  # noqa: F401  a fixture of every test
 
 Tiny = Callable[..., Path]
 
@@ -37,11 +38,15 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def in_modes(quick: str) -> Any:
-    """In every mode; CI tries one."""
+AUTO: dict[str, Any] = {"neo_mode": "auto", "neo_deferred_slots": 2, "neo_check_integrity": True}
+
+
+def in_modes(quick: str, auto: bool = False) -> Any:
+    """In every mode; CI tries one. ``auto``: in that one too, with ``random_moves`` of test_auto.py."""
+    modes = {**MODES, "auto": AUTO} if auto else MODES
     return pytest.mark.parametrize(
         "mode",
-        [pytest.param(o, id=name, marks=[] if name == quick else [pytest.mark.slow]) for name, o in MODES.items()],
+        [pytest.param(o, id=name, marks=[] if name == quick else [pytest.mark.slow]) for name, o in modes.items()],
     )
 
 
@@ -199,7 +204,7 @@ def empty_device_tree(scheduler: Any) -> None:
     scheduler.tree_cache.evict(EvictParams(num_tokens=scheduler.tree_cache.evictable_size()))
 
 
-@in_modes("")
+@in_modes("", auto=True)
 @pytest.mark.timeout(1800)
 def test_memory_does_not_grow(tiny: Tiny, mode: dict[str, Any]) -> None:
     """Chats of several turns for 5,000 steps: no view keeps a big tensor of indices alive."""
@@ -211,7 +216,7 @@ def test_memory_does_not_grow(tiny: Tiny, mode: dict[str, Any]) -> None:
             history = [random_prompt(rng, 20) for _ in range(8)]
             for _turn in range(3):
                 requests = [Request(f"{number}-{i}", chat, 25) for i, chat in enumerate(history)]
-                got = scheduler.run(requests, RandomMoves(number, rate=0.05))
+                got = scheduler.run(requests, random_moves(mode, number, rate=0.05))
                 history = [
                     [*chat, *got[f"{number}-{i}"].tokens, *random_prompt(rng, 5)] for i, chat in enumerate(history)
                 ]
