@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,6 +103,30 @@ class NeoRadixCache(RadixCache):
         added = self.insert(InsertParams(key=key, value=whole, priority=req.priority or 0))
         assert added.prefix_len == begin, "the device had more of a prefix than was matched"
         return slots, added.last_device_node
+
+
+class _HostTreeOrder:
+    """A NeoRadixCache whose root is the host tree's."""
+
+    def __init__(self, tree: NeoRadixCache):
+        assert tree.token_manager.host_cache is not None
+        self._tree, self.root_node = tree, tree.token_manager.host_cache.root_node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tree, name)
+
+
+@contextlib.contextmanager
+def ordered_by_host_tree(policy: Any) -> Iterator[None]:
+    """While prompts are admitted to the host, matches lie in the host's tree. SGLang's ``SchedulePolicy`` has to walk
+    that one: with ``--schedule-policy dfs-weight``, whom it does not find from the root is lost from the queue."""
+    tree = policy.tree_cache
+    if isinstance(tree, NeoRadixCache):
+        policy.tree_cache = _HostTreeOrder(tree)
+    try:
+        yield
+    finally:
+        policy.tree_cache = tree
 
 
 def _prefix_of(node: TreeNode) -> tuple[RadixKey, torch.Tensor, int]:

@@ -25,7 +25,7 @@ from sglang_neo.model_runner import NeoTpModelWorker
 from sglang_neo.pipelining import Pipelining
 from sglang_neo.placement import Placement
 from sglang_neo.planner_bridge import PlannerBridge, limits_of
-from sglang_neo.prefix_cache import NeoRadixCache, add_host_cache
+from sglang_neo.prefix_cache import NeoRadixCache, add_host_cache, ordered_by_host_tree
 from sglang_neo.profiling.store import tables_for
 from sglang_neo.recovery import Recovery
 from sglang_neo.timeline import extend_profiler
@@ -201,7 +201,7 @@ class NeoScheduler(Scheduler):
         # If the device is not full, the host gets the next chunk only.
         running_batch.batch_is_full = not (device_is_full or self.placement.all_on_host)
         tokens, prompts = self.placement.host_step_tokens(running_batch), self.placement.host_step_prompts()
-        with self.token_manager.admission_to_host(tokens, prompts):
+        with self.token_manager.admission_to_host(tokens, prompts), ordered_by_host_tree(self.policy):
             batch, running_batch = super()._get_new_batch_prefill_raw(
                 prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
             )

@@ -341,6 +341,12 @@ SEAMS = (
     Seam("sglang.srt.managers.schedule_policy", "PrefillAdder.cur_rem_tokens", (), "what is left now"),
     Seam(
         "sglang.srt.managers.schedule_policy",
+        "SchedulePolicy._sort_by_dfs_weight",
+        ("waiting_queue", "tree_cache"),
+        "an order of the queue that walks the policy's tree_cache: the host's, when prompts go there",
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_policy",
         "PrefillAdder.preempt_to_schedule",
         ("self", "req", "server_args"),
         "retracts requests of lower priority, but for those in preempt_list: whoever lives in the other pool",

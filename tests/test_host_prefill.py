@@ -7,6 +7,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,17 @@ def test_prompts_larger_than_the_device_pool(
         manager = scheduler.scheduler.token_manager
     assert max(len(r.prompt) for r in requests) > 256 and manager.prefilled_tokens > 256
     assert manager.migrations.to_host == 0, "nobody had to leave the device for a prompt"
+    assert_exact(alone("llama", requests), tokens(got))
+
+
+@pytest.mark.parametrize("policy", ["dfs-weight", pytest.param("lpm", marks=pytest.mark.slow)])
+def test_orders_of_the_queue_by_prefixes(tiny: Tiny, alone: Alone, policy: str) -> None:
+    """SGLang walks a tree for them, and drops whom it does not find there: each pool's requests are in its own."""
+    requests = [replace(request, arrive=0) for request in long_prompts(seed=1, count=8)]
+    options: dict[str, Any] = {"max_total_tokens": 256, "max_running_requests": 3, "schedule_policy": policy}
+    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
+        got = scheduler.run(requests)
+        assert scheduler.scheduler.token_manager.prefilled_tokens > 256
     assert_exact(alone("llama", requests), tokens(got))
 
 
