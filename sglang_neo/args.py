@@ -17,7 +17,7 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 
 from sglang_neo.errors import UsageError
 from sglang_neo.host_kv.limits import host_memory_limit
-from sglang_neo.refusals import gpu_only_reasons, refuse_flags, refuse_model
+from sglang_neo.refusals import gpu_only_reasons, refuse_flags, refuse_model, refuse_on_cpu_device
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,7 @@ class NeoServerArgs(ServerArgs):
         check_config_file(Path(self.model_path).expanduser() / "config.json")
         super().__post_init__()
         refuse_flags(self)  # SGLang's resolution may have switched something on
+        refuse_on_cpu_device(self)
         refuse_model(self)
 
     @staticmethod

@@ -122,6 +122,8 @@ def explain_failed_start(error: Exception) -> tuple[str, int | None]:
         return first_line(error), 1
     if isinstance(error, (ValueError, OSError)):
         return first_line(error), 2
+    if isinstance(error, ImportError):
+        return f"{first_line(error)}: a package that one of the flags needs is not installed", 1
     return f"{type(error).__name__}: {first_line(error)}", None
 
 

@@ -43,6 +43,7 @@ FLAG_REFUSALS = (
     Refusal(lambda a: a.disaggregation_mode != "null", "prefill-decode disaggregation is not supported"),
     Refusal(lambda a: a.enable_hierarchical_cache, "HiCache (--enable-hierarchical-cache) is not supported"),
     Refusal(lambda a: a.enable_lmcache, "LMCache (--enable-lmcache) is not supported"),
+    Refusal(lambda a: a.enable_flexkv, "FlexKV (--enable-flexkv) is not supported"),
     Refusal(lambda a: a.enable_hisparse, "HiSparse (--enable-hisparse) is not supported"),
     Refusal(lambda a: a.enable_two_batch_overlap, "two-batch overlap is not supported"),
     Refusal(lambda a: a.enable_single_batch_overlap, "single-batch overlap is not supported"),
@@ -53,6 +54,14 @@ FLAG_REFUSALS = (
     Refusal(lambda a: a.encoder_only, "--encoder-only is not supported"),
     Refusal(lambda a: a.use_ray, "--use-ray is not supported"),
     Refusal(lambda a: a.smg_grpc_mode or a.grpc_mode, "the gRPC server mode is not supported"),
+)
+
+#: What SGLang itself has on GPUs alone, and ends with a traceback of its own on the CPU device.
+CPU_DEVICE_REFUSALS = (
+    Refusal(lambda a: a.enable_lora, "LoRA (--enable-lora, --lora-paths)"),
+    Refusal(lambda a: a.enable_torch_compile, "--enable-torch-compile"),
+    Refusal(lambda a: a.kv_canary != "none", "--kv-canary"),
+    Refusal(lambda a: a.enable_return_routed_experts, "--enable-return-routed-experts"),
 )
 
 #: Models whose KV does not lie in one pool of plain token slots.
@@ -74,6 +83,11 @@ GPU_ONLY_REASONS = (
     Refusal(
         lambda a: a.enable_mixed_chunk, "decoding in one batch with prefill (--enable-mixed-chunk) has no host rows"
     ),
+    Refusal(
+        lambda a: a.enable_return_routed_experts,
+        "experts are reported by a token's slot on the GPU (--enable-return-routed-experts)",
+    ),
+    Refusal(lambda a: a.kv_canary != "none", "--kv-canary watches the slots of the GPU's KV"),
     Refusal(_has_sliding_window, "sliding-window attention has no CPU attention"),
     Refusal(lambda a: not a.get_model_config().is_generation, "the model does not generate"),
 )
@@ -84,6 +98,13 @@ def refuse_flags(args: Any) -> None:
     for refusal in FLAG_REFUSALS:
         if refusal.applies(args):
             raise UsageError(f"{refusal.message} by sglang_neo; drop the flag, or {_USE_PLAIN}")
+
+
+def refuse_on_cpu_device(args: Any) -> None:
+    """Raises UsageError for the first flag of the resolved ``args`` that needs a GPU where there is none."""
+    for refusal in CPU_DEVICE_REFUSALS:
+        if args.device == "cpu" and refusal.applies(args):
+            raise UsageError(f"{refusal.message} needs a GPU: SGLang does not have it on the CPU device; drop the flag")
 
 
 def refuse_model(args: Any) -> None:

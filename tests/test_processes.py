@@ -266,6 +266,11 @@ def damaged_weights() -> Exception:
         (ValueError("no config"), "no config", 2),
         (damaged_weights(), "a file of the model's weights is damaged: header too large", 2),
         (SeamError("plain classes"), "plain classes", 1),
+        (
+            ModuleNotFoundError("No module named 'torch_memory_saver'"),
+            "No module named 'torch_memory_saver': a package that one of the flags needs is not installed",
+            1,
+        ),
     ],
 )
 def test_a_failed_start_is_one_line(

@@ -28,6 +28,7 @@ REFUSED = {
     "--disaggregation-mode prefill": "disaggregation",
     "--enable-hierarchical-cache": "--enable-hierarchical-cache",
     "--enable-lmcache": "--enable-lmcache",
+    "--enable-flexkv": "--enable-flexkv",
     "--enable-hisparse": "--enable-hisparse",
     "--enable-two-batch-overlap": "two-batch overlap",
     "--enable-single-batch-overlap": "single-batch overlap",
@@ -67,6 +68,7 @@ def plain_values(**changed: Any) -> SimpleNamespace:
         "disaggregation_mode": "null",
         "enable_hierarchical_cache": False,
         "enable_lmcache": False,
+        "enable_flexkv": False,
         "enable_hisparse": False,
         "enable_two_batch_overlap": False,
         "enable_single_batch_overlap": False,
@@ -81,6 +83,38 @@ def plain_values(**changed: Any) -> SimpleNamespace:
         "grpc_mode": False,
     }
     return SimpleNamespace(**{**values, **changed})
+
+
+#: Each of CPU_DEVICE_REFUSALS.
+NEEDS_A_GPU = {
+    "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj": "LoRA",
+    "--enable-torch-compile": "--enable-torch-compile",
+    "--kv-canary log": "--kv-canary",
+    "--enable-return-routed-experts": "--enable-return-routed-experts",
+}
+
+
+@on_the_cpu_device
+@pytest.mark.parametrize("line", NEEDS_A_GPU)
+def test_what_sglang_has_on_gpus_alone_is_refused_on_the_cpu_device(tiny: Tiny, line: str) -> None:
+    """Each would end the scheduler with a traceback."""
+    assert len(NEEDS_A_GPU) == len(refusals.CPU_DEVICE_REFUSALS)
+    flags = ["--device", "cpu", "--skip-tokenizer-init", *line.split()]
+    with pytest.raises(UsageError, match=f"{NEEDS_A_GPU[line]}.* needs a GPU: .*; drop the flag"):
+        prepare_server_args(["--model-path", str(tiny("llama")), *flags])
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"), [({"enable_return_routed_experts": True}, "experts"), ({"kv_canary": "log"}, "--kv-canary")]
+)
+def test_what_is_kept_by_slots_of_the_gpu_has_no_host_rows(changed: dict[str, Any], reason: str) -> None:
+    config = SimpleNamespace(
+        attention_arch=None, hf_text_config=SimpleNamespace(), sliding_window_size=None, is_generation=True
+    )
+    flags = {"enable_mixed_chunk": False, "enable_return_routed_experts": False, "kv_canary": "none", **changed}
+    args = SimpleNamespace(kv_cache_dtype="auto", **flags, get_model_config=lambda: config)
+    [found] = refusals.gpu_only_reasons(args)
+    assert reason in found
 
 
 def test_every_refusal_has_a_case() -> None:
@@ -183,7 +217,8 @@ def test_kv_cache_types(dtype: str, served: bool) -> None:
     config = SimpleNamespace(
         attention_arch=None, hf_text_config=SimpleNamespace(), sliding_window_size=None, is_generation=True
     )
-    args = SimpleNamespace(kv_cache_dtype=dtype, enable_mixed_chunk=False, get_model_config=lambda: config)
+    flags = {"enable_mixed_chunk": False, "enable_return_routed_experts": False, "kv_canary": "none"}
+    args = SimpleNamespace(kv_cache_dtype=dtype, **flags, get_model_config=lambda: config)
     assert (refusals.gpu_only_reasons(args) == []) is served
 
 
