@@ -213,8 +213,8 @@ class Placement:
             self._exchange(batch, rows)
 
     def exchange(self, batch: Any) -> None:
-        """A host row that ranks higher than device rows changes places with them, unless somebody has left a moment ago.
-        Whoever waits loses nothing by it."""
+        """A host row that ranks higher than device rows changes places with them, unless somebody has left a moment
+        ago. Whoever waits loses nothing by it."""
         if self._ranked and self._settled:
             self._exchange(batch, self._rows(batch, self.may_return))
 

@@ -68,7 +68,7 @@ def test_deferred_steps_from_graphs(
 
 
 def test_a_graph_without_hand_offs_does_not_serve_host_rows(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Negative control: SGLang's own graphs, replayed for a batch with host rows."""
     from sglang_neo.hybrid.graphs import NeoDecodeCudaGraphRunner
@@ -77,8 +77,9 @@ def test_a_graph_without_hand_offs_does_not_serve_host_rows(
         model_runner = scheduler.scheduler.tp_worker.model_runner
         capture_decode_steps(model_runner, [1, 2, 3, 4], monkeypatch)
         monkeypatch.setattr(NeoDecodeCudaGraphRunner, "host_rows", lambda self, attention: contextlib.nullcontext())
-        with pytest.raises(RuntimeError, match="handed over host rows"):
-            scheduler.run(random_requests(seed=11, count=3), RandomMoves(seed=4, rate=0.9), check=False)
+        scheduler.run(random_requests(seed=11, count=3), RandomMoves(seed=4, rate=0.9), check=False)
+        assert scheduler.scheduler.neo_state()["failed_steps"] > 0
+    assert "a step handed over host rows of 3 layers" in caplog.text
 
 
 def test_graphs_that_are_still_to_come_are_kept_out_of_the_kv_pool(monkeypatch: pytest.MonkeyPatch) -> None:
