@@ -165,12 +165,60 @@ def test_measured_once_then_read(
     assert read(path)[0] == store.key_of(runner)
 
 
-def test_a_cpu_that_fails_is_no_profile(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = runner.neo_host.attention
-    monkeypatch.setattr(attention, "failure", lambda epoch: "out of order")
+class StreamEvent:
+    """In place of torch.cuda.Event where the device works at once: the time at which all before it was done."""
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: StreamEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_cpu_that_fails_is_no_profile(runner: Any, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     trials = Trials(runner)
+    trials._launches_ahead = ahead
+    monkeypatch.setattr(torch.cuda, "Event", StreamEvent)
+    rows = trials.host_rows(2, 100)
+    with torch.inference_mode():
+        assert trials.hybrid(1, rows, in_lanes=False) > 0
+        monkeypatch.setattr(runner.neo_host.attention, "failure", lambda epoch: "out of order")
+        with pytest.raises(TrialError, match="out of order"):
+            trials.hybrid(1, rows, in_lanes=False)
     with pytest.raises(TrialError, match="out of order"):
-        trials.handoffs(trials.host_rows(2, 100))
+        trials.handoffs(rows)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_launching_takes_is_hidden_where_steps_are_launched_ahead(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """A device that takes 20 ms for a step, and launches that take 5."""
+    trials = Trials(runner)
+    trials._launches_ahead = ahead
+    monkeypatch.setattr(torch.cuda, "Event", StreamEvent)
+    now, free = [0.0], [0.0]
+    monkeypatch.setattr(StreamEvent, "record", lambda event: setattr(event, "at", free[0]))
+
+    def arrive(at: float) -> None:
+        now[0] = max(now[0], at)
+
+    monkeypatch.setattr(StreamEvent, "synchronize", lambda event: arrive(event.at))
+    monkeypatch.setattr(trials, "synchronize", lambda: arrive(free[0]))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def launch() -> None:
+        now[0] += 0.005
+        free[0] = max(free[0], now[0]) + 0.020
+
+    assert trials.interval(launch) == pytest.approx(0.020 if ahead else 0.025)
 
 
 def test_steps_are_timed_as_they_will_run(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 #: Of the file; another number means that the meaning of a field changed.
-FORMAT = 1
+FORMAT = 2
 
 
 class ProfileError(ValueError):

@@ -51,16 +51,51 @@ class Trials:
         #: What the last run of ``seconds`` took, and all runs so far, what compiled or was disturbed not counted.
         self.last = self.spent = 0.0
         self._cuda = str(runner.device).startswith("cuda")
+        self._launches_ahead = self._cuda and not runner.server_args.disable_overlap_schedule
 
     # -- time --------------------------------------------------------------------------------------------------
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """Of one run, the least of some: whatever disturbs a run makes it longer. The slowest rank's."""
-        first = self._once(run)
+        """Of one run, from its call until the device has finished it."""
+        return self._least(lambda: self._once(run))
+
+    def interval(self, launch: Callable[[], int | None]) -> float:
+        """Of one step, if steps follow each other: with overlap scheduling the next one is launched while it runs, so
+        what launching takes is hidden.
+
+        Args:
+            launch: a step; returns the number of its hand-offs, None if it has none.
+        """
+        if not self._launches_ahead:
+            return self.seconds(lambda: self._judge(launch()))
+
+        def three() -> float:
+            ends: list[torch.cuda.Event] = []
+            epochs: list[int | None] = []
+            for _ in range(3):
+                epochs.append(launch())
+                ends.append(torch.cuda.Event(enable_timing=True))
+                ends[-1].record()
+                if len(ends) > 1:
+                    ends[-2].synchronize()
+                    self._judge(epochs[-2])
+            self.synchronize()
+            self._judge(epochs[-1])
+            return self.slowest(ends[1].elapsed_time(ends[2]) / 1e3)
+
+        return self._least(three, runs=3)
+
+    def _judge(self, epoch: int | None) -> None:
+        if epoch is not None and (failure := self.attention.failure(epoch)):
+            raise TrialError(failure)
+
+    def _least(self, measure: Callable[[], float], runs: int = 1) -> float:
+        """The least of some measurements of ``runs`` runs each: whatever disturbs a run makes it longer."""
+        first = measure()
         # On a GPU the first run may have compiled something.
-        times = min(max(int(_SECONDS / max(first, 1e-9)), int(self._cuda or first < _REPEATED)), _MOST)
-        self.last = min([first, *(self._once(run) for _ in range(times))])
-        self.spent += (1 + times) * self.last
+        times = min(max(int(_SECONDS / max(runs * first, 1e-9)), int(self._cuda or first < _REPEATED)), _MOST)
+        self.last = min([first, *(measure() for _ in range(times))])
+        self.spent += runs * (1 + times) * self.last
         return self.last
 
     def _once(self, run: Callable[[], Any]) -> float:
@@ -83,7 +118,11 @@ class Trials:
         with self._on_device([tokens_each] * rows) as slots:
             last = [line[tokens_each - 1] for line in slots]
             batch = self._decode_batch([tokens_each] * rows, torch.stack(last))
-            return self.seconds(lambda: self.runner.forward(batch))
+
+            def step() -> None:
+                self.runner.forward(batch)
+
+            return self.interval(step)
 
     def extend(self, lengths: Sequence[int], prefix: int = 0) -> float:
         """Seconds of a prefill of so many new tokens per prompt, each behind ``prefix`` tokens of its own."""
@@ -171,12 +210,14 @@ class Trials:
         return found
 
     def handoffs(self, rows: Sequence[HostRow]) -> float:
-        """Seconds per layer from ready to done, with this thread as the device; sync order."""
+        """Seconds per layer from ready to done, with this thread as the device; sync order. The launch is not counted:
+        it is a part of the step's."""
         attention = self.attention
         layers = range(attention.geometry.layers)
 
-        def step() -> None:
+        def layer_by_layer() -> float:
             epoch = attention.launch(rows, range(len(rows)))
+            begin = time.perf_counter()
             for layer in layers:
                 ready, done, header = attention.flag_addresses(layer)
                 device_write(header, epoch & 0x7FFFFFFF)
@@ -184,11 +225,12 @@ class Trials:
                 if not device_wait(done, 1, _TIMEOUT_S):
                     raise TrialError("the CPU workers do not answer")
                 device_write(done, 0)
-            if failure := attention.failure(epoch):
-                raise TrialError(failure)
+            seconds = time.perf_counter() - begin
+            self._judge(epoch)
+            return self.slowest(seconds)
 
         self.synchronize()
-        return self.seconds(step) / len(layers)
+        return self._least(layer_by_layer) / len(layers)
 
     def hybrid(self, device_rows: int, host_rows: Sequence[HostRow], in_lanes: bool) -> float:
         """Seconds of a decode step of device rows with one token each and these host rows."""
@@ -204,16 +246,16 @@ class Trials:
             places = torch.cat([*slots, self._on([0] * len(host_rows))])
             lengths = [1] * device_rows + [row.tokens for row in host_rows]
 
-            def step() -> None:
+            def step() -> int:
                 batch = self._decode_batch(lengths, places)  # the step changes it
                 runner.neo_rows, runner.neo_lanes = rows, lanes
                 runner.forward(batch)
                 launched, runner.neo_launched = runner.neo_launched, None
-                failure = launched.refused or self.attention.failure(launched.epoch)
-                if failure:
-                    raise TrialError(failure)
+                if launched.refused:
+                    raise TrialError(launched.refused)
+                return int(launched.epoch)
 
-            return self.seconds(step)
+            return self.interval(step)
 
     # -- copies ------------------------------------------------------------------------------------------------
 

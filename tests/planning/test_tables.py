@@ -117,7 +117,7 @@ def test_a_foreign_or_stale_table_is_refused_in_one_line_that_says_why(
     assert other.file_name != KEY.file_name
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{", '{"format": 0}', '{"format": 1}'])
+@pytest.mark.parametrize("damage", ["", "[]", "{", '{"format": 0}', '{"format": 1}', '{"format": 2}'])
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(damage)
