@@ -58,6 +58,7 @@ class Launched:
     device: Rows
     host: Rows
     follows: bool  # whether the server had a step before it in hand: then the gap between the two counts
+    number: int
 
 
 @dataclass
@@ -89,11 +90,6 @@ def limits_of(scheduler: Any, attention: HostAttention, rules: Rules, deferral: 
     )
 
 
-def _held_up_for(step: StepPlan) -> float:
-    """Seconds for which a step that is under way holds device rows up for the host's sake, as far as is known."""
-    return step.cost.seconds if step.prefill_to == "host" and step.held_up else 0.0
-
-
 class PlannerBridge:
     """Owned by the scheduler; keeps the planner's memory.
 
@@ -117,7 +113,8 @@ class PlannerBridge:
         self._planned: StepPlan | None = None
         self._host_reqs: Sequence[Any] = ()  # in the order in which the plan names host rows
         self._counted = (0, 0)  # rows that the plan was made for
-        self._prefills_in_flight = 0.0  # seconds that host-bound ones are expected to take from device rows
+        #: Numbers of the steps under way that prefill to the host, and the seconds that device rows wait for them.
+        self._held_up: dict[int, float] = {}
         self._idle = True
         self._last_span: Any = None
         self._seen_answers_ns = 0
@@ -200,7 +197,7 @@ class PlannerBridge:
         memory = replace(
             self.memory,
             steps_since_departure=self._placement.steps_since_departure,
-            host_prefill_debt=self.memory.host_prefill_debt + self._prefills_in_flight,
+            host_prefill_debt=self.memory.host_prefill_debt + sum(self._held_up.values()),
         )
         mine = plan(state, limits, self.tables, memory, admit) if first else None
         made: StepPlan = from_first_rank(self._runner, mine)
@@ -346,7 +343,7 @@ class PlannerBridge:
             cost = costs.gpu_only(device)
         probe = planned.probe and mode == "gpu_only"
         step = replace(planned, mode=mode, cost=cost, tokens=tokens, prefill=(), prefill_to=None, probe=probe)
-        return Launched(step, device, host, not self._idle)
+        return Launched(step, device, host, not self._idle, self._step)
 
     # -- prefills ----------------------------------------------------------------------------------------------
 
@@ -370,8 +367,9 @@ class PlannerBridge:
             standing=len(self._manager.host_rows()),
             regret=self.memory.regret,
         )
-        self._prefills_in_flight += _held_up_for(step)
-        batch.neo_planned = Launched(step, Rows(), Rows(), not self._idle)
+        if to_host and step.held_up:
+            self._held_up[self._step] = cost.seconds
+        batch.neo_planned = Launched(step, Rows(), Rows(), not self._idle, self._step)
 
     def _beside(self, running: Any, tokens: int, past: int) -> tuple[Sequence[Any], StepCost]:
         """Requests of the running batch that decode in lane B of a prefill, and what the step costs."""
@@ -415,7 +413,8 @@ class PlannerBridge:
         span = getattr(result, "neo_span", None)
         if launched is None or span is None:
             return
-        self._prefills_in_flight -= _held_up_for(launched.plan)
+        # A step that failed has no result, but those after it have.
+        self._held_up = {number: s for number, s in self._held_up.items() if number > launched.number}
         last, self._last_span = self._last_span, span
         if self._runner.ps.tp_rank != 0:
             return
