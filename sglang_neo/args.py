@@ -46,6 +46,22 @@ HOST_FLAGS = {
 }
 
 
+#: Numbers of SGLang's that it divides by, allocates or counts with unchecked, and the least of each.
+LEAST = {
+    "tp_size": 1,
+    "dp_size": 1,
+    "pp_size": 1,
+    "nnodes": 1,
+    "page_size": 1,
+    "max_total_tokens": 2,
+    "max_running_requests": 1,
+    "context_length": 1,
+    "stream_interval": 1,
+    "decode_log_interval": 1,
+    "tokenizer_worker_num": 1,
+}
+
+
 def flag_name(field: str) -> str:
     """``neo_host_kv_size`` -> ``--neo-host-kv-size``."""
     return "--" + field.replace("_", "-")
@@ -159,6 +175,7 @@ class NeoServerArgs(ServerArgs):
     ] = False
 
     def __post_init__(self) -> None:
+        check_sglang_flags(self)
         check_neo_flags(self, usable_cores=len(os.sched_getaffinity(0)), memory=host_memory_limit())
         refuse_flags(self)
         check_model_path(self.model_path, self.load_format)
@@ -184,6 +201,22 @@ def neo_fields() -> list[str]:
     """Names of the fields that NeoServerArgs adds to SGLang's."""
     inherited = {field.name for field in dataclasses.fields(ServerArgs)}
     return [field.name for field in dataclasses.fields(NeoServerArgs) if field.name not in inherited]
+
+
+def check_sglang_flags(args: ServerArgs) -> None:
+    """Raises UsageError for values of SGLang's flags that would end the start in a traceback, or in a line that does
+    not name the flag."""
+    for field, least in LEAST.items():
+        value = getattr(args, field)
+        if value is not None and value < least:
+            raise UsageError(f"{flag_name(field)} must be at least {least}, got {value}")
+    fraction = args.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        raise UsageError(f"--mem-fraction-static must be between 0 and 1, got {fraction}")
+    try:
+        json.loads(args.json_model_override_args)
+    except ValueError as error:
+        raise UsageError(f"--json-model-override-args is not valid JSON ({error})") from None
 
 
 def check_neo_flags(args: NeoServerArgs, usable_cores: int, memory: int) -> None:
@@ -289,6 +322,8 @@ def prepare_server_args(argv: list[str]) -> NeoServerArgs:
         argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
         argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
     raw = parser.parse_args(argv)
+    if not isinstance(getattr(logging, raw.log_level.upper(), None), int):
+        raise UsageError(f"--log-level {raw.log_level} is none of Python's; give debug, info, warning or error")
     logging.basicConfig(
         level=getattr(logging, raw.log_level.upper()),
         format="[%(asctime)s] %(message)s",

@@ -142,7 +142,9 @@ def _ask(url: str) -> Mapping[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sglang_neo.explain", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("profile", help="a file of python -m sglang_neo.profile, or the URL of a server in mode auto")
+    parser.add_argument(
+        "profile", help="a file of python -m sglang_neo.profile, or a server in mode auto: http://HOST:PORT"
+    )
     parser.add_argument("--device-rows", type=int, default=16)
     parser.add_argument("--host-rows", type=int, default=64, help="in host memory, or waiting and able to go there")
     parser.add_argument("--tokens", type=int, default=1000, help="KV tokens of a row (default 1000)")

@@ -33,6 +33,8 @@ def check_port(host: str, port: int) -> None:
     """Raises UsageError if nothing can listen on ``host:port``."""
     from sglang_neo.errors import UsageError
 
+    if not 0 <= port < 65536:
+        raise UsageError(f"--port must be between 0 and 65535, got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

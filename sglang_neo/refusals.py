@@ -37,6 +37,7 @@ def _has_sliding_window(args: Any) -> bool:
 
 #: Features that replace what we extend: the scheduling loop, the model worker, the pools or the entry point.
 FLAG_REFUSALS = (
+    Refusal(lambda a: a.nnodes > 1, "a server on several machines (--nnodes) is not supported"),
     Refusal(lambda a: a.pp_size > 1, "pipeline parallelism (--pp-size) is not supported"),
     Refusal(lambda a: a.enable_dp_attention, "data-parallel attention (--enable-dp-attention) is not supported"),
     Refusal(lambda a: a.speculative_algorithm is not None, "speculative decoding is not supported"),
@@ -58,7 +59,7 @@ FLAG_REFUSALS = (
 
 #: What SGLang itself has on GPUs alone, and ends with a traceback of its own on the CPU device.
 CPU_DEVICE_REFUSALS = (
-    Refusal(lambda a: a.enable_lora, "LoRA (--enable-lora, --lora-paths)"),
+    Refusal(lambda a: a.enable_lora or a.lora_paths, "LoRA (--enable-lora, --lora-paths)"),
     Refusal(lambda a: a.enable_torch_compile, "--enable-torch-compile"),
     Refusal(lambda a: a.kv_canary != "none", "--kv-canary"),
     Refusal(lambda a: a.enable_return_routed_experts, "--enable-return-routed-experts"),

@@ -15,6 +15,7 @@ import torch
 from sglang_neo import args as neo_args
 from sglang_neo.args import (
     HOST_FLAGS,
+    LEAST,
     NeoServerArgs,
     check_model_path,
     check_neo_flags,
@@ -24,6 +25,7 @@ from sglang_neo.args import (
     prepare_server_args,
 )
 from sglang_neo.errors import UsageError
+from sglang_neo.launch_server import check_port
 
 Tiny = Callable[..., Path]
 
@@ -148,6 +150,28 @@ def test_flags_of_the_planner_and_of_fixed_modes(tiny: Tiny) -> None:
     model = ("--model-path", str(tiny("llama")), "--neo-max-tpot", "9", "--neo-host-prefill-rate", "5")
     assert mode_lines(parse(*model)) == ["without effect: --neo-host-prefill-rate"]
     assert mode_lines(parse(*model, "--neo-mode", "sync")) == ["without effect: --neo-max-tpot"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        *((f"--{field.replace('_', '-')} {least - 1}", f"must be at least {least}") for field, least in LEAST.items()),
+        ("--mem-fraction-static 2", "between 0 and 1, got 2.0"),
+        ("--json-model-override-args {", "--json-model-override-args is not valid JSON"),
+        ("--log-level loud", "--log-level loud is none of Python's"),
+    ],
+)
+def test_values_that_sglang_would_trip_over(tiny: Tiny, line: str, message: str) -> None:
+    """Some tracebacks of its own would come minutes later, from a worker."""
+    with pytest.raises(UsageError, match=message) as refusal:
+        prepare_server_args(["--model-path", str(tiny("llama")), *line.split()])
+    assert line.split()[0] in str(refusal.value)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_none_can_be(port: int) -> None:
+    with pytest.raises(UsageError, match=f"--port must be between 0 and 65535, got {port}"):
+        check_port("127.0.0.1", port)
 
 
 def test_gpu_only_asked_for_needs_no_explanation(tiny: Tiny) -> None:

@@ -193,7 +193,6 @@ def test_a_config_file_that_is_not_there_is_left_to_sglang(tmp_path: Path) -> No
         ("cpu", False, "cpu"),
         ("cuda", True, "cuda"),
         ("cuda:1", True, "cuda:1"),
-        ("xpu", False, "xpu"),
     ],
 )
 def test_choose_device(asked: str | None, cuda: bool, chosen: str) -> None:
@@ -206,6 +205,12 @@ def test_choose_device(asked: str | None, cuda: bool, chosen: str) -> None:
 def test_cuda_without_a_gpu_is_refused(asked: str) -> None:
     with pytest.raises(UsageError, match="--device cuda was asked for, but PyTorch finds no CUDA GPU here"):
         device.choose_device(asked, cuda_available=False)
+
+
+@pytest.mark.parametrize("asked", ["xpu", "tpu:0"])
+def test_a_device_that_we_have_nothing_for_is_refused(asked: str) -> None:
+    with pytest.raises(UsageError, match=f"--device {asked} is not supported by sglang_neo; give cuda or cpu"):
+        device.choose_device(asked, cuda_available=True)
 
 
 def test_asking_for_the_cpu_hides_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

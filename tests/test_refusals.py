@@ -22,6 +22,7 @@ on_the_cpu_device = pytest.mark.skipif(
 
 #: Command line -> part of the refusal. At least one line for each of FLAG_REFUSALS.
 REFUSED = {
+    "--nnodes 2 --dist-init-addr 127.0.0.1:5000": "--nnodes",
     "--pp-size 2": "--pp-size",
     "--tp-size 2 --dp-size 2 --enable-dp-attention": "--enable-dp-attention",
     "--speculative-algorithm NGRAM": "speculative decoding",
@@ -62,6 +63,7 @@ def test_each_flag_is_refused(tiny: Tiny, line: str) -> None:
 
 def plain_values(**changed: Any) -> SimpleNamespace:
     values = {
+        "nnodes": 1,
         "pp_size": 1,
         "enable_dp_attention": False,
         "speculative_algorithm": None,
@@ -88,6 +90,7 @@ def plain_values(**changed: Any) -> SimpleNamespace:
 #: Each of CPU_DEVICE_REFUSALS.
 NEEDS_A_GPU = {
     "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj": "LoRA",
+    "--lora-paths a=/nowhere": "LoRA",
     "--enable-torch-compile": "--enable-torch-compile",
     "--kv-canary log": "--kv-canary",
     "--enable-return-routed-experts": "--enable-return-routed-experts",
@@ -98,7 +101,7 @@ NEEDS_A_GPU = {
 @pytest.mark.parametrize("line", NEEDS_A_GPU)
 def test_what_sglang_has_on_gpus_alone_is_refused_on_the_cpu_device(tiny: Tiny, line: str) -> None:
     """Each would end the scheduler with a traceback."""
-    assert len(NEEDS_A_GPU) == len(refusals.CPU_DEVICE_REFUSALS)
+    assert len(set(NEEDS_A_GPU.values())) == len(refusals.CPU_DEVICE_REFUSALS)
     flags = ["--device", "cpu", "--skip-tokenizer-init", *line.split()]
     with pytest.raises(UsageError, match=f"{NEEDS_A_GPU[line]}.* needs a GPU: .*; drop the flag"):
         prepare_server_args(["--model-path", str(tiny("llama")), *flags])

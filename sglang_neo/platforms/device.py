@@ -42,13 +42,15 @@ def _device_in_config(path: str) -> str | None:
 
 
 def choose_device(asked: str | None, cuda_available: bool) -> DeviceChoice:
-    """Raises UsageError if CUDA is asked for on a machine without."""
+    """Raises UsageError if CUDA is asked for on a machine without, or a device that we have nothing for."""
     if asked is None:
         if cuda_available:
             return DeviceChoice("cuda", "this machine has a CUDA GPU")
         return DeviceChoice("cpu", "this machine has no CUDA GPU")
     if asked.split(":")[0] == "cuda" and not cuda_available:
         raise UsageError("--device cuda was asked for, but PyTorch finds no CUDA GPU here; use --device cpu")
+    if asked.split(":")[0] not in ("cuda", "cpu"):
+        raise UsageError(f"--device {asked} is not supported by sglang_neo; give cuda or cpu")
     return DeviceChoice(asked, "asked for by --device")
 
 

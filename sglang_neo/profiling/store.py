@@ -91,4 +91,4 @@ def tables_for(runner: Any, path: Path | None = None, anew: bool = False) -> Tab
 def _progress(shown: bool) -> Any:
     from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-    return tqdm(total=Profile.STEPS, desc="Profiling for the planner", disable=not shown)
+    return tqdm(total=Profile.STEPS, desc="Profiling for the planner, once per model and machine", disable=not shown)
