@@ -12,12 +12,17 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 
 from sglang_neo.platforms import torchvision_bridge
 from tests.harness.models import SMOLLM2, tiny_model
 
 # In-process tests import SGLang here, where no launcher has prepared the interpreter.
 torchvision_bridge.install()
+
+# A test must not fail because the machine is busy.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def cuda_available() -> bool:
