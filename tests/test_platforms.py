@@ -162,6 +162,8 @@ def test_the_command_line_names_the_device() -> None:
     assert device.asked_device(["--tp", "2", "--device=cuda"]) == "cuda"
     assert device.asked_device(["--tp", "2"]) is None
     assert device.asked_device([]) is None
+    assert device.asked_device(["--device", "cuda", "--device=cpu"]) == "cpu", "as argparse takes it"
+    assert device.asked_device(["--device=cuda", "--device", "cpu"]) == "cpu"
     assert device.asked_device(["--device"]) is None  # argparse will say what is missing
 
 

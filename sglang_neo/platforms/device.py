@@ -5,29 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from sglang_neo.errors import UsageError
 
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    device: str  # "cuda" or "cpu", or another that SGLang knows and that was asked for
+    device: str  # "cuda", "cuda:N" or "cpu"
     reason: str
 
 
 def asked_device(argv: Sequence[str]) -> str | None:
     """The value of ``--device`` on the command line, or in the file named by ``--config``; None if neither has it."""
-    for i, arg in enumerate(argv):
-        if arg.startswith("--device="):
-            return arg.split("=", 1)[1]
-        if arg == "--device" and i + 1 < len(argv):
-            return argv[i + 1]
-    for i, arg in enumerate(argv):
-        if arg == "--config" and i + 1 < len(argv):
-            return _device_in_config(argv[i + 1])
-        if arg.startswith("--config="):
-            return _device_in_config(arg.split("=", 1)[1])
-    return None
+    device, config = _last(argv, "--device"), _last(argv, "--config")
+    return device if device is not None or config is None else _device_in_config(config)
+
+
+def _last(argv: Sequence[str], flag: str) -> str | None:
+    """The value of ``flag`` that counts for argparse, where it is given several times."""
+    values = []
+    for arg, following in zip_longest(argv, argv[1:]):
+        name, equals, value = arg.partition("=")
+        if name == flag and (equals or following is not None):
+            values.append(value if equals else following)
+    return values[-1] if values else None
 
 
 def _device_in_config(path: str) -> str | None:
