@@ -35,6 +35,14 @@ def _has_sliding_window(args: Any) -> bool:
     return bool(config.sliding_window_size) and used
 
 
+def _has_another_prefix_cache(args: Any) -> bool:
+    """Than RadixCache, of which ours is a subclass, or none at all (sglang/srt/mem_cache/registry.py)."""
+    from sglang.srt.environ import envs
+
+    other_tree = envs.SGLANG_ENABLE_UNIFIED_RADIX_TREE.get() or envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()
+    return args.radix_cache_backend is not None or (bool(other_tree) and not args.disable_radix_cache)
+
+
 #: Features that replace what we extend: the scheduling loop, the model worker, the pools or the entry point.
 FLAG_REFUSALS = (
     Refusal(lambda a: a.nnodes > 1, "a server on several machines (--nnodes) is not supported"),
@@ -89,6 +97,11 @@ GPU_ONLY_REASONS = (
         "experts are reported by a token's slot on the GPU (--enable-return-routed-experts)",
     ),
     Refusal(lambda a: a.kv_canary != "none", "--kv-canary watches the slots of the GPU's KV"),
+    Refusal(
+        _has_another_prefix_cache,
+        "prefix caches other than SGLang's default (--radix-cache-backend, SGLANG_ENABLE_UNIFIED_RADIX_TREE, "
+        "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE) have no host rows",
+    ),
     Refusal(_has_sliding_window, "sliding-window attention has no CPU attention"),
     Refusal(lambda a: not a.get_model_config().is_generation, "the model does not generate"),
 )

@@ -107,17 +107,40 @@ def test_what_sglang_has_on_gpus_alone_is_refused_on_the_cpu_device(tiny: Tiny, 
         prepare_server_args(["--model-path", str(tiny("llama")), *flags])
 
 
+NOTHING_IN_THE_WAY: dict[str, Any] = {
+    "enable_mixed_chunk": False,
+    "enable_return_routed_experts": False,
+    "kv_canary": "none",
+    "radix_cache_backend": None,
+    "disable_radix_cache": False,
+}
+
+
 @pytest.mark.parametrize(
-    ("changed", "reason"), [({"enable_return_routed_experts": True}, "experts"), ({"kv_canary": "log"}, "--kv-canary")]
+    ("changed", "reason"),
+    [
+        ({"enable_return_routed_experts": True}, "experts"),
+        ({"kv_canary": "log"}, "--kv-canary"),
+        ({"radix_cache_backend": "mine"}, "--radix-cache-backend"),
+    ],
 )
-def test_what_is_kept_by_slots_of_the_gpu_has_no_host_rows(changed: dict[str, Any], reason: str) -> None:
+def test_flags_that_leave_no_host_rows(changed: dict[str, Any], reason: str) -> None:
     config = SimpleNamespace(
         attention_arch=None, hf_text_config=SimpleNamespace(), sliding_window_size=None, is_generation=True
     )
-    flags = {"enable_mixed_chunk": False, "enable_return_routed_experts": False, "kv_canary": "none", **changed}
+    flags = {**NOTHING_IN_THE_WAY, **changed}
     args = SimpleNamespace(kv_cache_dtype="auto", **flags, get_model_config=lambda: config)
     [found] = refusals.gpu_only_reasons(args)
     assert reason in found
+
+
+@on_the_cpu_device
+@pytest.mark.parametrize("tree", ["SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"])
+def test_another_prefix_cache_of_sglangs(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tree: str) -> None:
+    monkeypatch.setenv(tree, "1")
+    [found] = refusals.gpu_only_reasons(resolved(str(tiny("llama"))))
+    assert tree in found
+    assert refusals.gpu_only_reasons(resolved(str(tiny("llama")), disable_radix_cache=True)) == []
 
 
 def test_every_refusal_has_a_case() -> None:
@@ -220,8 +243,7 @@ def test_kv_cache_types(dtype: str, served: bool) -> None:
     config = SimpleNamespace(
         attention_arch=None, hf_text_config=SimpleNamespace(), sliding_window_size=None, is_generation=True
     )
-    flags = {"enable_mixed_chunk": False, "enable_return_routed_experts": False, "kv_canary": "none"}
-    args = SimpleNamespace(kv_cache_dtype=dtype, **flags, get_model_config=lambda: config)
+    args = SimpleNamespace(kv_cache_dtype=dtype, **NOTHING_IN_THE_WAY, get_model_config=lambda: config)
     assert (refusals.gpu_only_reasons(args) == []) is served
 
 
