@@ -197,12 +197,9 @@ def serve(server_args: Any, debug: bool = False, profile_only: bool = False) -> 
             f"the server failed to start: {processes.first_line(error)}", 2 if isinstance(error, UsageError) else 1
         )
     finally:
-        process_exit.stopping = True
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_IGN)  # the end is near and must not be cut short: children would be left
-        watchdog = getattr(process_exit.tokenizer_manager, "_subprocess_watchdog", None)
-        if watchdog is not None:
-            watchdog.stop()  # it would take the end of the children for a crash
+        process_exit.expect_ends()
         kill_process_tree(os.getpid(), include_parent=False, wait_timeout=30)
         process_exit.remove_leftovers()
 

@@ -224,6 +224,13 @@ class ProcessExit:
                 print_error(message)
             self.exit_now(code)
 
+    def expect_ends(self) -> None:
+        """From now on children end because they are told to. SGLang's watchdog would call that a crash."""
+        self.stopping = True
+        watchdog = getattr(self.tokenizer_manager, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()
+
     def remove_leftovers(self) -> None:
         for path in self.leftovers:
             with contextlib.suppress(OSError):
@@ -231,9 +238,9 @@ class ProcessExit:
 
     def exit_now(self, code: int) -> NoReturn:
         with self._leaving:
-            self.stopping = True
             if self._code is None:
                 self._code = code
+            self.expect_ends()
             self._original(os.getpid(), include_parent=False, wait_timeout=30)
             self.remove_leftovers()
             logging.shutdown()

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import sys
 
-from sglang_neo import launch_server
+from sglang_neo import launch_server, processes
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0].startswith("-"):
         print((__doc__ or "").strip())
-        return 0 if argv and argv[0] in ("-h", "--help") else 2
+        if argv and argv[0] in ("-h", "--help"):
+            return 0
+        processes.print_error("MODEL is needed, before any flags")
+        return 2
     measured = ["--neo-mode", "auto", "--neo-profile-anew", "--skip-server-warmup"]
     return launch_server.main(["--model-path", argv[0], *argv[1:], *measured], profile_only=True)
 

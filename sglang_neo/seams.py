@@ -319,6 +319,9 @@ SEAMS = (
         ("self", "req", "is_retracted"),
         "where a retracted row waits",
     ),
+    Seam(
+        "sglang.srt.utils.watchdog", "SubprocessWatchdog.stop", ("self",), "children that are told to end do not crash"
+    ),
     Seam("sglang.srt.managers.scheduler", "PrefillAdder", (), "admission's arithmetic: we put ours there"),
     Seam(
         "sglang.srt.managers.schedule_policy",

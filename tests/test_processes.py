@@ -78,6 +78,17 @@ def test_killing_others_is_left_to_sglang(ended: list[int], own: bool, include_p
     assert ended == []
 
 
+def test_children_that_are_told_to_end_are_not_watched_any_more(ended: list[int]) -> None:
+    """SGLang's watchdog would report the kill as a crash."""
+    events: list[str] = []
+    process_exit = processes.ProcessExit(lambda *args, **kwargs: events.append("children killed"))
+    watchdog = SimpleNamespace(stop=lambda: events.append("watchdog stopped"))
+    process_exit.tokenizer_manager = SimpleNamespace(_subprocess_watchdog=watchdog)
+    with pytest.raises(Exited):
+        process_exit.exit_now(130)
+    assert events == ["watchdog stopped", "children killed"] and ended == [130]
+
+
 @pytest.mark.parametrize("drained", [True, False])
 def test_the_exit_code_of_a_real_process(drained: bool) -> None:
     script = f"""
