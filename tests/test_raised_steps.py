@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from sglang_neo import recovery
+from sglang_neo.hybrid import host_attention
 from sglang_neo.hybrid.host_attention import HostAttention
 from sglang_neo.planning.placement import Rules
 from sglang_neo.recovery import Recovery
@@ -79,6 +80,7 @@ def any_number(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of steps may raise."""
     monkeypatch.setattr(recovery, "_CHANCES", 1 << 30)
     monkeypatch.setattr(recovery, "_MOST_IN_A_ROW", 1 << 30)
+    monkeypatch.setattr(host_attention, "_LAST_JOB_S", 0.3)
     yield
 
 
@@ -146,7 +148,7 @@ def test_steps_that_raise_in_other_modes(
 SAFEGUARDS: dict[str, tuple[type, str, Any]] = {
     "the prompt's part is no prefix": (NeoTokenManager, "discard_part", lambda self, req: None),
     "nobody goes on from it": (Recovery, "restart", lambda self, batch: setattr(self, "_broken", False)),
-    "workers forget it": (HostAttention, "_renew_service", lambda self, timeout_s: True),
+    "workers forget it": (HostAttention, "_renew_service", lambda self: True),
 }
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -40,6 +39,9 @@ logger = logging.getLogger(__name__)
 #: uint32 words in a cache line: flags that share one would bounce between the device's and the CPU's writes.
 _LINE = 16
 _READY, _DONE, _HEADER = range(3)
+
+#: For which a worker may be busy with a layer of a step that the device has left.
+_LAST_JOB_S = 1.0
 
 
 class StepRefused(RuntimeError):
@@ -309,7 +311,7 @@ class HostAttention(Boxes):
             if not self._renew_workers(timeout_s):
                 return False
         elif abandoned:
-            if not self._renew_service(timeout_s):
+            if not self._renew_service():
                 return False
         # Where another rank failed, or a step was refused, workers may be busy with the last step: the device is ahead.
         elif not self.service.wait_epoch(self._taken, timeout_s):
@@ -335,15 +337,10 @@ class HostAttention(Boxes):
         self._lower_flags()
         return True
 
-    def _renew_service(self, timeout_s: float) -> bool:
-        """The workers stay, and forget what they were told once they have answered what the device has given them."""
-        deadline = time.monotonic() + timeout_s
-        while (status := self.service.status()).lag or status.in_flight:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(1e-3)
+    def _renew_service(self) -> bool:
+        """The workers stay, and forget what they were told."""
         times, busy_before = self.cpu_times(), self._launches.spent.busy
-        if not self.service.close(0.0):
+        if not self.service.close(_LAST_JOB_S):
             return False
         self._launches.renew(self.workers, replace(times, busy=busy_before))
         self._lower_flags()

@@ -93,7 +93,8 @@ def server_args(kind: Kind, model: Path, **arguments: Any) -> Any:
     args_class = NeoServerArgs if kind == "neo" else ServerArgs
     if kind == "neo":  # a mode that depends on nothing that is measured
         arguments.setdefault("neo_mode", "deferred" if arguments.get("neo_deferred_slots") else "sync")
-        arguments.setdefault("neo_deferred_slots", 0)
+        if arguments["neo_mode"] == "auto":
+            arguments.setdefault("neo_deferred_slots", 0)
     return args_class(**{"model_path": str(model), **DEFAULT_ARGS, **arguments})
 
 
