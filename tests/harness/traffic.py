@@ -36,6 +36,8 @@ class RandomMoves:
         manager = scheduler.token_manager
         manager.audit()
         self.host_steps += len(manager.host_rows())
+        if scheduler.recovery.pending:
+            return  # as the scheduler: nothing moves before the failed step is dealt with
         for req in scheduler.running_batch.reqs:
             if req.finished() or req.kv is None or self.rng.random() >= self.rate:
                 continue
