@@ -258,11 +258,28 @@ def _choices(
         bound = max(limits.max_host_tpot, min(choice.host_tpot for choice in now))
         now = [choice for choice in now if choice.host_tpot <= bound]
     more = min(reachable, max(limits.max_lane_rows, slots * (costs.tables.layers + 1)))  # beyond, nothing changes
-    could = _with_rows(limits, costs, device, mean, more, lanes, slots) if more > resident else now
+    could = now
+    if more > resident:
+        # The meter may let fewer come than have ended by then: a row in lanes lives for two passes per token, one in
+        # deferred mode for a step per layer.
+        coming = _coming_per_pass(state, limits, costs, alone)
+        in_lanes, in_slots = (min(more, resident + int(coming * n)) for n in (2, costs.tables.layers + 1))
+        could = _with_rows(limits, costs, device, mean, in_lanes, lanes, 0)
+        could += [c for c in _with_rows(limits, costs, device, mean, in_slots, (0, 0), slots) if c.slots]
     if ordinary or any(not prompt.best_effort for prompt in state.waiting[:1]):
         could = [choice for choice in could if not limits.max_host_tpot or choice.host_tpot <= limits.max_host_tpot]
     could = [choice for choice in could if not tpot or choice.cost.seconds <= tpot]
     return [alone, *could], [alone, *now]
+
+
+def _coming_per_pass(state: State, limits: Limits, costs: Costs, alone: Choice) -> float:
+    """Prompts that the meter lets go to the host while one like the first gets all its tokens, at a pass each."""
+    first = state.waiting[0]
+    if not state.device_rows or math.isinf(limits.max_slowdown):
+        return 1e9
+    lives = max(first.room - first.tokens - first.past, 1) * alone.cost.seconds
+    takes = costs.prefill(first.tokens, first.past).prefill
+    return PLANNED_SLOWDOWN * limits.max_slowdown * lives / takes if takes > 0 else 1e9
 
 
 def _with_rows(

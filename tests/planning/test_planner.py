@@ -365,6 +365,19 @@ def test_host_prefills_take_their_share_of_device_rows_time_and_no_more(prompt: 
     assert max(slowdown(takes[i : i + 200]) for i in range(0, 1800)) <= 0.10
 
 
+def test_nobody_goes_to_the_host_if_the_meter_lets_too_few_come_for_a_mode_to_pay() -> None:
+    """What matters is how many are there at a time: how long they live against how long their prefill takes."""
+    for answer, prefill_to in ((10, None), (20_000, "host")):
+        waiting = tuple(Prompt(2000, room=2000 + answer, best_effort=True) for _ in range(300))
+        there = state(8, 0, waiting=waiting)
+        for mode in ("pipelined", "deferred"):
+            metered = only(mode, max_slowdown=0.10)  # type: ignore[arg-type]
+            assert plan(there, metered, TABLES, Memory()).prefill_to == prefill_to, (mode, answer)
+            assert plan(there, only(mode), TABLES, Memory()).prefill_to == "host"  # type: ignore[arg-type]
+            alone = replace(there, device_rows=())
+            assert plan(alone, metered, TABLES, Memory()).prefill_to == "host", "nobody is held up"
+
+
 def test_what_nobody_waited_for_is_neither_saved_up_nor_owed() -> None:
     limits = only("deferred", max_slowdown=0.10)
     busy = plan(state(8), limits, TABLES, Memory())
