@@ -404,12 +404,12 @@ def _admitted(
     device_free = state.device_free - state.device_reserved
     host_free = state.host_free - state.host_reserved
     due = memory.host_prefill_debt <= 0 or not state.device_rows
-    most = _host_prefill_tokens(state, limits, costs)
+    most = limits.prefill_tokens
     prompts: list[Prompt] = []
     place: Place | None = None
     tokens = 0
     for prompt in state.waiting:
-        if tokens >= (most if place == "host" else limits.prefill_tokens):
+        if tokens >= most:
             break
         footprint = _pages(max(prompt.room, prompt.tokens + prompt.past), limits.host_page)
         if prompt.place == "host" and not due:
@@ -428,6 +428,8 @@ def _admitted(
             break
         if place is not None and where != place:
             break
+        if place is None and where == "host":
+            most = _host_prefill_tokens(state, limits, costs)
         place = where
         if where == "device":
             device_free -= prompt.room
