@@ -184,11 +184,10 @@ def test_no_device_row_at_all(tiny: Tiny, alone: Any, overlap: bool) -> None:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_aborts_leave_both_pools_as_they_were(tiny: Tiny, seed: int) -> None:
     rng = random.Random(seed)
-    requests = [
-        Request(f"r{i:02}", random_prompt(rng, rng.randrange(1, 200)), 50, arrive=rng.randrange(30),
-                abort=rng.randrange(1, 90) if rng.random() < 0.6 else None)
-        for i in range(16)
-    ]  # fmt: skip
+    requests = []
+    for i, arrive in enumerate(rng.choices(range(30), k=16)):
+        abort = arrive + rng.randrange(1, 60) if rng.random() < 0.6 else None
+        requests.append(Request(f"r{i:02}", random_prompt(rng, rng.randrange(1, 200)), 50, arrive=arrive, abort=abort))
     options: dict[str, Any] = {"max_total_tokens": 700, "max_running_requests": 16, "neo_deferred_slots": 2}
     with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=seed == 1, **options) as scheduler:
         manager = scheduler.scheduler.token_manager

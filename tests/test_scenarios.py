@@ -60,7 +60,7 @@ def test_after_a_crowd_the_device_alone_serves_again(tiny: Tiny, alone: Any, mod
     """Long decodes fill the device pool to the last token; when the load has fallen, no step waits for the CPU, neither
     for those that are left of the crowd nor for those that come then."""
     many, few = crowd(1, 14, 50, 90), crowd(2, 3, 40, 40, "after")
-    many += [Request(f"last{i}", random_prompt(random.Random(i), 30), 220, arrive=4) for i in range(2)]
+    many.append(Request("last", random_prompt(random.Random(3), 30), 320, arrive=4))
     fullest, tail = 0, []
 
     def watch(scheduler: Any, step: int) -> None:

@@ -128,7 +128,7 @@ def check_used_the_host(server: Server) -> None:
     neo = server.info()["neo"]
     steps = {mode: count for mode, count in neo["steps_total"].items() if mode != "gpu_only"}
     assert neo["host_tokens_total"] > CROWD * CROWD_TOKENS / 10 and steps[neo["active_mode"]] > 50, neo
-    assert neo["host_prefill"]["computed_tokens"] > 300, neo
+    assert neo["host_prefill"]["computed_tokens"] > 200, neo
     assert neo["host_running_reqs"] == 0, "a request that has ended still has host memory"
     host, cached = neo["host_kv"], neo["host_cache"]["evictable_tokens"]
     assert host["free_tokens"] + cached == host["total_tokens"], neo
