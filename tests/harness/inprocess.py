@@ -436,7 +436,8 @@ class InProcessRunner:
         runner, found = self.model_runner, {}
         waiting = sorted(requests, key=lambda request: -request.max_new_tokens)
         while waiting:
-            steps, batch, room = waiting[0].max_new_tokens, [], runner.max_total_num_tokens
+            steps, room = waiting[0].max_new_tokens, runner.max_total_num_tokens
+            batch: list[Request] = []
             while waiting and len(batch) < runner.req_to_token_pool.size:
                 room -= len(waiting[0].prompt) + steps
                 if room < 0 and batch:
