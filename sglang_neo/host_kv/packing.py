@@ -99,10 +99,16 @@ class TorchPacking:
         return staged[..., :half].view(torch.int64).unflatten(-1, (tokens, -1)).transpose(-2, -3)
 
 
+def fits_one_launch(geometry: HostKVGeometry, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> bool:
+    """Whether the buffers and pages are such as ``triton_packing.py`` takes: equal strides in all layers, elements of a
+    head side by side, ``page_tokens`` a power of two."""
+    equal = len({x.stride() for x in (*k, *v)}) == 1
+    return equal and k[0].stride(2) == 1 and geometry.page_tokens.bit_count() == 1
+
+
 def packing_for(geometry: HostKVGeometry, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> Packing:
     """The fastest for buffers of this kind: on CUDA one launch, unless the layers' buffers differ in their strides."""
-    one_launch = len({(*x.stride(),) for x in (*k, *v)}) == 1 and k[0].stride(2) == 1
-    if k[0].is_cuda and one_launch and geometry.page_tokens.bit_count() == 1:
+    if k[0].is_cuda and fits_one_launch(geometry, k, v):
         from sglang_neo.host_kv.triton_packing import TritonPacking
 
         return TritonPacking(geometry, k, v)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from sglang_neo.host_kv import layout
+from sglang_neo.host_kv.packing import fits_one_launch
 from sglang_neo.host_kv.pool import HostKVGeometry
 
 _TYPES = {
@@ -111,15 +112,17 @@ def _scatter(
 
 
 class TritonPacking:
-    """See ``packing.Packing``. The buffers of all layers have equal strides, their elements of a head side by side;
-    ``page_tokens`` is a power of two. Raises ValueError otherwise."""
+    """See ``packing.Packing``. Raises ValueError unless ``packing.fits_one_launch``."""
 
     memory_factor = 1
 
     def __init__(self, geometry: HostKVGeometry, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
-        strides = {x.stride() for x in (*k, *v)}
-        if len(strides) > 1 or k[0].stride(2) != 1:
-            raise ValueError(f"the layers' buffers must have equal strides, the last of them 1; got {sorted(strides)}")
+        if not fits_one_launch(geometry, k, v):
+            strides = sorted({x.stride() for x in (*k, *v)})
+            raise ValueError(
+                "the layers' buffers must have equal strides, the last of them 1, and pages a power of two of tokens; "
+                f"got {strides} and {geometry.page_tokens}"
+            )
         self.geometry = geometry
         self._keep = (list(k), list(v))  # the tables hold their addresses
         self._k, self._v = (
