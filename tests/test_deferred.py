@@ -283,11 +283,11 @@ def test_waits_for_the_cpu_are_counted(tiny: Tiny, monkeypatch: pytest.MonkeyPat
 def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, overlap: bool) -> None:
     """Everybody in mid-token loses the token and is prefilled again; then deferred steps go on."""
     requests = crowd(seed=1)
-    stall = Stall(after=8, seconds=2.5, times=2)
+    stall = Stall(after=8, times=2)
     options: dict[str, Any] = {
         "max_total_tokens": 512,
         "max_running_requests": 16,
-        "neo_watchdog_timeout": 0.8,
+        "neo_watchdog_timeout": 0.4,
         "neo_deferred_slots": 2,
         "neo_check_integrity": True,
         "disable_overlap_schedule": not overlap,

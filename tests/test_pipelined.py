@@ -128,7 +128,7 @@ def test_the_lanes_take_turns(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, overlap: bool) -> None:
     requests = crowd(seed=1)
-    stall = Stall(after=8, seconds=2.0)
+    stall = Stall(after=8)
     options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
     with InProcessScheduler(
         "neo", tiny("llama"), disable_overlap_schedule=not overlap, neo_mode="pipelined", **options

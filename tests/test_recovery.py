@@ -21,32 +21,42 @@ from tests.harness.traffic import RandomMoves, random_prompt, random_requests, t
 
 Tiny = Callable[..., Path]
 
+_LONGEST_STALL_S = 60.0
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 
 
 class Stall:
-    """``on_step`` that stops every CPU worker for a while, once so many steps have had host rows."""
+    """``on_step`` that stops every CPU worker once so many steps have had host rows, ``times`` times.
 
-    def __init__(self, after: int, seconds: float, times: int = 1):
+    For so many seconds, or until the watchdog has noticed: one stall is one failure then, on however slow a machine.
+    """
+
+    def __init__(self, after: int, seconds: float | None = None, times: int = 1):
         self.after, self.seconds, self.times = after, seconds, times
         self.stalls = self._seen = 0
+        self._stall: threading.Thread | None = None
 
     def __call__(self, scheduler: Any, step: int) -> None:
         scheduler.token_manager.audit()
+        if self._stall is not None and self._stall.is_alive():
+            return
         self._seen += bool(scheduler.token_manager.host_rows())
         if self._seen < self.after or self.stalls == self.times:
             return
+        pool, service = scheduler.placement.attention.workers, scheduler.placement.attention.service
         self.stalls, self._seen = self.stalls + 1, 0
-        pool = scheduler.placement.attention.workers
         stopped = threading.Event()
+        until = time.monotonic() + (_LONGEST_STALL_S if self.seconds is None else self.seconds)
 
         def sleep(context: int, item: int, worker: int) -> None:
             stopped.set()
-            time.sleep(self.seconds)
+            while time.monotonic() < until and (self.seconds is not None or service.status().fault is None):
+                time.sleep(0.01)
 
         run = _RUN(sleep)
         job = Job(pool.threads, ctypes.cast(run, ctypes.c_void_p).value, keepalive=run)
-        threading.Thread(target=pool.run, args=(job,), kwargs={"participate": False}).start()
+        self._stall = threading.Thread(target=pool.run, args=(job,), kwargs={"participate": False})
+        self._stall.start()
         assert stopped.wait(10)
 
 
@@ -59,7 +69,7 @@ def crowd(seed: int, count: int = 10, answer: int = 60) -> list[Request]:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, caplog: pytest.LogCaptureFixture, overlap: bool) -> None:
     requests = crowd(seed=1)
-    stall = Stall(after=8, seconds=2.0, times=2)
+    stall = Stall(after=8, times=2)
     options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
     with (
         caplog.at_level(logging.ERROR),
@@ -144,7 +154,7 @@ def test_wrong_tokens_are_published_where_a_failure_goes_unseen(
     monkeypatch.setattr(HostAttention, "failure", lambda self, epoch: self.reset(60) and None)
     options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
     with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=True, **options) as scheduler:
-        got = scheduler.run(requests, Stall(after=8, seconds=2.0))
+        got = scheduler.run(requests, Stall(after=8))
     with pytest.raises(AssertionError):
         assert_exact(alone("llama", requests), tokens(got))
 
