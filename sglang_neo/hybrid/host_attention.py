@@ -43,6 +43,10 @@ _READY, _DONE, _HEADER = range(3)
 #: For which a worker may be busy with a layer of a step that the device has left.
 _LAST_JOB_S = 1.0
 
+#: How much later than its timeout the service's watchdog may come on a busy machine. Only if it is gone altogether do the
+#: waits on this side end by themselves.
+_LATE_WATCHDOG_S = 10.0
+
 
 class StepRefused(RuntimeError):
     """The workers take no step, since one before it failed. ``launch`` has done everything else."""
@@ -158,7 +162,7 @@ class HostAttention(Boxes):
         super().__init__(geometry, dtype, max_rows, device)
         self.geometry, self.pool = geometry, pool
         self._timeout_s = timeout_s
-        self.stream: FlagStream = beside.stream if beside is not None else flag_stream(device, 2 * timeout_s)
+        self.stream: FlagStream = beside.stream if beside is not None else flag_stream(device, timeout_s + _LATE_WATCHDOG_S)
         self.exchange = exchange_for(device)
         self._launches: Launches = beside._launches if beside is not None else Launches(workers, timeout_s)
         self._launches.parts.append(self)
@@ -214,7 +218,7 @@ class HostAttention(Boxes):
         return 1
 
     def wait_launched(self) -> None:
-        self.service.wait_epoch(self._taken, 2 * self._timeout_s)
+        self.service.wait_epoch(self._taken, self._timeout_s + _LATE_WATCHDOG_S)
 
     def cpu_times(self) -> CpuTimes:
         status, spent = self.service.status(), self._launches.spent
@@ -294,7 +298,7 @@ class HostAttention(Boxes):
 
     def failure(self, epoch: int) -> str | None:
         """Waits until the workers are through with a step; why it failed, or None. Ask before publishing anything."""
-        self.service.wait_epoch(epoch, 2 * self._timeout_s)
+        self.service.wait_epoch(epoch, self._timeout_s + _LATE_WATCHDOG_S)
         outcome = self.service.outcome(epoch)
         if outcome in ("complete", "unknown"):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import runpy
@@ -180,20 +181,40 @@ def test_client_that_goes_away_frees_everything(neo: Server, knows: Knows) -> No
     assert knows("Paris", neo.generate(text=CAPITAL, max_new_tokens=4)["text"])
 
 
-def test_a_client_that_does_not_read(neo: Server, knows: Knows) -> None:
-    """Others are answered meanwhile; when it goes at last, everything is free."""
-    body = json.dumps(generate_body(text=CAPITAL, max_new_tokens=3000, ignore_eos=True, stream=True))
+@pytest.mark.parametrize("at_last", ["reads", "goes"])
+def test_a_client_that_does_not_read(neo: Server, knows: Knows, at_last: str) -> None:
+    """More is answered than the buffers between hold: others are answered meanwhile, the request is computed to its end
+    and everything is free while the client still stands there. If it reads at last, nothing of its answer is lost."""
+    count = 120
+    asked = generate_body(text=CAPITAL, max_new_tokens=count, ignore_eos=True, stream=True)
+    asked |= {
+        "return_logprob": True,
+        "top_logprobs_num": 100,
+        "return_text_in_logprobs": True,
+    }  # 0.6 MB an event at last
+    body = json.dumps(asked)
     head = (
         f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", neo.port)) as client:
+    with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", neo.port))
         client.sendall((head + body).encode())
         wait_until(lambda: requests_there(neo) == 1, 30, "the request running")
         assert knows("Paris", neo.generate(text=CAPITAL, max_new_tokens=4)["text"])
-        wait_until(lambda: requests_there(neo) == 1, 30, "the first request alone")
+        wait_until(lambda: requests_there(neo) == 0, 120, "the request computed to its end")
+        check_all_slots_back(neo)
+        if at_last == "reads":
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            lines = [line[len(b"data: ") :] for line in answer if line.startswith(b"data: ")]
+            assert lines.pop().strip() == b"[DONE]"
+            # While the client holds it up, SGLang joins what comes into one event.
+            assert len(lines) < count * 3 // 4
+            assert json.loads(lines[-1])["output_ids"] == greedy_tokens(neo, [CAPITAL], count)[0]
     wait_idle(neo)
     check_all_slots_back(neo)
+    assert knows("Paris", neo.generate(text=CAPITAL, max_new_tokens=4)["text"])
 
 
 def test_abort_request(neo: Server, knows: Knows) -> None:
