@@ -8,14 +8,17 @@ Where results are kept and when they hold: see cpu_kernels.tuning_files.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import fcntl
 import logging
 import math
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from cpu_kernels import machine
@@ -29,6 +32,7 @@ from cpu_kernels.tuning_files import (
     Trial,
     build_id,
     directory,
+    forget,
     load,
     remember,
     save,
@@ -40,20 +44,38 @@ _log = logging.getLogger(__name__)
 def ensure(isa: str | None = None, threads: int | None = None) -> Tuning:
     """The saved tuning; measures and saves one if there is none (about a second). For the start of a server.
 
-    Results that cannot be saved are used all the same, with one line in the log. Switched off: Tuning().
+    Of several processes that start together, one measures and the others take what it has saved. Results that cannot be
+    saved are used all the same, with one line in the log. Switched off: Tuning().
     """
-    if directory() is None:
+    where = directory()
+    if where is None:
         return Tuning()
     tuning = load(isa)
     if tuning is not None:
         return tuning
-    result = calibrate(isa, threads)
-    try:
-        save(result)
-    except OSError as error:
-        _log.warning("calibration was not saved: %s", error)
-        remember(result)
+    with _turn(where):
+        forget()
+        tuning = load(isa)
+        if tuning is not None:
+            return tuning
+        result = calibrate(isa, threads)
+        try:
+            save(result)
+        except OSError as error:
+            _log.warning("calibration was not saved: %s", error)
+            remember(result)
     return result.applied()
+
+
+@contextlib.contextmanager
+def _turn(where: Path) -> Iterator[None]:
+    """One process at a time, of those that can write there."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            where.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(where / "calibration.lock", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 _KV_HEADS, _GROUP, _HEAD_DIM, _PAGE = 8, 4, 128, 64

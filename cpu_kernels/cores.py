@@ -15,7 +15,7 @@ import stat
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -232,7 +232,52 @@ def _take_turn(directory: Path, timeout_s: float = 10.0) -> int:
             time.sleep(0.005)
 
 
-def claim_cores(count: int | None = None, *, reserve: int = 1, node: int | None = None) -> CoreClaim:
+def claimed_cores() -> dict[int, int]:
+    """Which cores are claimed at the moment, of all of this host's servers, and the process id of who claimed each.
+
+    Raises:
+        RuntimeError: the directory of the lock files cannot be used.
+    """
+    directory, owners = runtime_dir(), {}
+    turn = _take_turn(directory)
+    try:
+        for path in directory.glob("core-*.lock"):
+            with contextlib.suppress(OSError), open(path) as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if match := re.match(r"pid (\d+)", file.read(200)):
+                        owners[int(path.stem.removeprefix("core-"))] = int(match[1])
+    finally:
+        os.close(turn)
+    return owners
+
+
+def keep_off(cores: Collection[int], pids: Iterable[int]) -> int:
+    """Takes ``cores`` out of the affinity of every thread of these processes, and so of the threads that they start.
+
+    A thread with no other core, as a worker that is pinned to one of them, stays as it is; so does one that ends
+    meanwhile or belongs to somebody else.
+
+    Returns:
+        How many threads' affinity changed.
+    """
+    changed = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with contextlib.suppress(OSError):
+                    before = os.sched_getaffinity(int(task))
+                    rest = before.difference(cores)
+                    if rest and rest != before:
+                        os.sched_setaffinity(int(task), rest)
+                        changed += 1
+    return changed
+
+
+def claim_cores(
+    count: int | None = None, *, reserve: int = 1, node: int | None = None, cpus: Iterable[int] | None = None
+) -> CoreClaim:
     """Claims cores for worker threads.
 
     Args:
@@ -240,9 +285,9 @@ def claim_cores(count: int | None = None, *, reserve: int = 1, node: int | None 
         reserve: how many of the usable cores must stay unclaimed for the server itself (Python, CUDA driver,
             networking). Servers of one host share what they leave unclaimed.
         node: NUMA node to begin with, usually the GPU's.
+        cpus: usable ones; default: those of this process's affinity mask (which a cgroup's cpuset narrows).
 
-    Usable are the cores of this process's affinity mask (which a cgroup's cpuset narrows), and no more of them than
-    the cgroup's CPU quota.
+    No more of them are usable than the cgroup's CPU quota.
 
     Raises:
         ValueError: count below 1, reserve below 0.
@@ -253,7 +298,7 @@ def claim_cores(count: int | None = None, *, reserve: int = 1, node: int | None 
         raise ValueError(f"count must be at least 1, got {count}")
     if reserve < 0:
         raise ValueError(f"reserve must not be negative, got {reserve}")
-    usable = os.sched_getaffinity(0)
+    usable = os.sched_getaffinity(0) if cpus is None else set(cpus)
     quota = cpu_quota()
     granted = len(usable) if quota is None else min(len(usable), int(quota))
     directory = runtime_dir()

@@ -186,8 +186,13 @@ def save(result: Calibration) -> Path:
     except BaseException:
         os.unlink(temporary)
         raise
-    _loaded.clear()
+    forget()
     return path
+
+
+def forget() -> None:
+    """Has load() look again."""
+    _loaded.clear()
 
 
 def remember(result: Calibration) -> None:

@@ -108,10 +108,16 @@ class WorkerPool(_workers.WorkerPool):
 
     @classmethod
     def on_claimed_cores(
-        cls, threads: int | None = None, *, reserve: int = 1, node: int | None = None, spin_us: float = 200.0
+        cls,
+        threads: int | None = None,
+        *,
+        reserve: int = 1,
+        node: int | None = None,
+        cpus: Iterable[int] | None = None,
+        spin_us: float = 200.0,
     ) -> WorkerPool:
         """A pool pinned to cores that no other server has; arguments and errors are those of ``claim_cores``."""
-        claim = claim_cores(threads, reserve=reserve, node=node)
+        claim = claim_cores(threads, reserve=reserve, node=node, cpus=cpus)
         return cls(len(claim.cores), claim.cores, spin_us, claim)
 
     def counters(self) -> list[WorkerCounters]:

@@ -38,6 +38,7 @@ HOST_FLAGS = {
     "neo_host_prompt_tokens": None,
     "neo_host_prefill_rate": 12.0,
     "neo_cpu_threads": None,
+    "neo_share_cores": False,
     "neo_deferred_slots": None,
     "neo_max_host_tpot": 250.0,
     "neo_max_tpot": None,
@@ -121,6 +122,13 @@ class NeoServerArgs(ServerArgs):
             "one in eight, two at most, for SGLang's other processes."
         ),
     ] = None
+    neo_share_cores: A[
+        bool,
+        Arg(
+            help="Let the server's other threads run on the cores of the CPU attention threads too. By default they "
+            "keep off them, with a GPU and where two cores or more are left for them."
+        ),
+    ] = False
     neo_deferred_slots: A[
         int | None,
         Arg(

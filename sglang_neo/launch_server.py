@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-from sglang_neo import processes
+from sglang_neo import affinity, processes
 
 if __name__ == "__mp_main__":
     # A worker that multiprocessing has just spawned re-imports this module before anything else.
@@ -116,6 +116,7 @@ def _check_served_by_neo(
             return
         process_exit.fail(f"the server answers without sglang_neo's state (/server_info {answer.status_code})", 1)
     neo = answer.json()["neo"]
+    affinity.leave_to_all_workers(server_args)
     if profile_only:
         if neo["planner"] is None and neo["gpu_only_reason"] is None:
             process_exit.fail("this machine could not be measured, for the reason above", 1)

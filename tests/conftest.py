@@ -11,6 +11,9 @@ from typing import Any
 # not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Nor on what was once measured on this machine: the kernels' built-in tuning.
+os.environ.setdefault("CPU_KERNELS_CALIBRATION", "off")
+
 import pytest
 from hypothesis import settings
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
+from cpu_kernels import calibration
 from cpu_kernels.workers import WorkerPool
+from sglang_neo import affinity
 from sglang_neo.args import LANE_MODES
 from sglang_neo.errors import UsageError
 from sglang_neo.host_kv import limits
@@ -80,6 +83,7 @@ def host_side(runner: Any) -> HostSide:
         raise GpuOnly(str(missing)) from None
     pages = pool.pages
     workers = _workers(runner)
+    affinity.leave_to_workers(args, workers.cores, [os.getpid()])
     deferred = _deferred_slots(runner, geometry, pool, workers)
     common = geometry, pool, workers, str(runner.device), runner.dtype
     attention: HostAttention | None = None
@@ -208,4 +212,7 @@ def _workers(runner: Any) -> WorkerPool:
     args = runner.server_args
     ranks = args.tp_size * args.dp_size
     threads = args.neo_cpu_threads or default_threads(len(os.sched_getaffinity(0)), ranks)
+    began = time.perf_counter()
+    tuning = calibration.ensure(threads=threads)  # before threads are pinned and spin
+    logger.info(f"CPU attention kernels: {tuning}, known after {time.perf_counter() - began:.1f} s")
     return worker_pool(max(1, threads // ranks))

@@ -43,8 +43,8 @@ _READY, _DONE, _HEADER = range(3)
 #: For which a worker may be busy with a layer of a step that the device has left.
 _LAST_JOB_S = 1.0
 
-#: How much later than its timeout the service's watchdog may come on a busy machine. Only if it is gone altogether do the
-#: waits on this side end by themselves.
+#: How much later than its timeout the service's watchdog may come on a busy machine. Only if it is gone altogether do
+#: the waits on this side end by themselves.
 _LATE_WATCHDOG_S = 10.0
 
 
@@ -125,10 +125,14 @@ class Lane(NamedTuple):
     places: Sequence[int]  # in the batch that the forward of this lane is of
 
 
-def worker_pool(threads: int) -> WorkerPool:
-    """Threads on cores of their own; on cores shared with others where none are free, which is said."""
+def worker_pool(threads: int, cpus: Sequence[int] | None = None) -> WorkerPool:
+    """Threads on cores of their own; on cores shared with others where none are free, which is said.
+
+    Args:
+        cpus: cores to choose from, if not all that this process may use.
+    """
     try:
-        return WorkerPool.on_claimed_cores(threads, reserve=0)
+        return WorkerPool.on_claimed_cores(threads, reserve=0, cpus=cpus)
     except (NotEnoughCores, RuntimeError) as error:
         logger.warning(f"CPU attention runs on {threads} thread(s) that share cores with others: {error}")
         return WorkerPool(threads)
@@ -162,7 +166,9 @@ class HostAttention(Boxes):
         super().__init__(geometry, dtype, max_rows, device)
         self.geometry, self.pool = geometry, pool
         self._timeout_s = timeout_s
-        self.stream: FlagStream = beside.stream if beside is not None else flag_stream(device, timeout_s + _LATE_WATCHDOG_S)
+        self.stream: FlagStream = (
+            beside.stream if beside is not None else flag_stream(device, timeout_s + _LATE_WATCHDOG_S)
+        )
         self.exchange = exchange_for(device)
         self._launches: Launches = beside._launches if beside is not None else Launches(workers, timeout_s)
         self._launches.parts.append(self)
@@ -337,7 +343,8 @@ class HostAttention(Boxes):
         spent = self.cpu_times()
         if not self.service.close(timeout_s) or not self.workers.close(timeout_s):
             return False
-        self._launches.renew(worker_pool(self.workers.threads), spent)
+        # The cores of those before: the calling thread may have to keep off them.
+        self._launches.renew(worker_pool(self.workers.threads, self.workers.cores or None), spent)
         self._lower_flags()
         return True
 

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -550,6 +551,22 @@ def test_ensure_measures_once_even_if_it_cannot_save(
     assert calibration.ensure().prefetch_hint == "t2"
     assert calibration.ensure().prefetch_hint == "t2"
     assert len(measured) == 1 and "was not saved" in caplog.text
+
+
+def test_of_two_that_start_together_one_measures(monkeypatch: pytest.MonkeyPatch, saved: Saver) -> None:
+    """The other one waits, and takes what was saved meanwhile."""
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("measured a second time"))
+    where = tuning_files.directory()
+    assert where is not None
+    found: list[Tuning] = []
+    other = threading.Thread(target=lambda: found.append(calibration.ensure()))
+    with calibration._turn(where):
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+        saved(prefetch_hint="nta")
+    other.join(60)
+    assert [tuning.prefetch_hint for tuning in found] == ["nta"]
 
 
 def test_bad_arguments_of_calibration_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

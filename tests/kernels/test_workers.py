@@ -429,3 +429,64 @@ def test_a_trace_has_what_every_worker_did(pool: WorkerPool) -> None:
     assert len(pool.stop_trace()) <= pool.worker_slots, "no more than there was room for"
     with pytest.raises(ValueError, match="spans_per_worker"):
         pool.start_trace(-1)
+
+
+@pytest.mark.usefixtures("eight")
+def test_claimed_cores_are_known_by_their_owners() -> None:
+    assert cores.claimed_cores() == {}
+    other = other_server(3)
+    try:
+        assert other.stdout is not None
+        theirs = {int(core) for core in other.stdout.readline().split()}
+        with claim_cores(2, reserve=0) as ours:
+            owners = cores.claimed_cores()
+            assert owners == dict.fromkeys(theirs, other.pid) | dict.fromkeys(ours.cores, os.getpid())
+        assert cores.claimed_cores() == dict.fromkeys(theirs, other.pid)  # looking has kept nobody from anything
+    finally:
+        other.kill()
+        other.wait()
+    assert cores.claimed_cores() == {}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_other_threads_keep_off_the_cores_of_workers() -> None:
+    """Those that are there and those that they start; a worker that is pinned there stays."""
+    mine, *others = sorted(os.sched_getaffinity(0))
+    script = (
+        "import os, sys, threading\n"
+        "from cpu_kernels.workers import WorkerPool\n"
+        f"pool = WorkerPool(1, [{mine}])\n"
+        "waiting = threading.Thread(target=sys.stdin.readline)\n"
+        "waiting.start()\n"
+        "print(threading.get_native_id(), waiting.native_id, flush=True)\n"
+        "waiting.join()\n"
+        "masks = []\n"
+        "late = threading.Thread(target=lambda: masks.append(os.sched_getaffinity(0)))\n"
+        "late.start(); late.join()\n"
+        "print(*masks[0], flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=REPO_ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdin is not None
+    with process:
+        known = [int(thread) for thread in process.stdout.readline().split()]
+        tasks = {int(task) for task in os.listdir(f"/proc/{process.pid}/task")}
+        assert cores.keep_off([mine], [process.pid, 2**22 + 1]) >= 2  # the second is no process
+        for thread in known:
+            assert os.sched_getaffinity(thread) == set(others)
+        assert {mine} in [os.sched_getaffinity(task) for task in tasks]
+        assert cores.keep_off([mine], [process.pid]) == 0
+        assert cores.keep_off([mine, *others], [process.pid]) == 0  # never to nowhere
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert {int(core) for core in process.stdout.readline().split()} == set(others)
+
+
+@pytest.mark.usefixtures("eight")
+def test_cores_to_choose_from() -> None:
+    """Workers that are replaced take the cores of those before, whatever the calling thread may use by then."""
+    with claim_cores(2, reserve=0, cpus=[3, 5, 6]) as claim:
+        assert set(claim.cores) < {3, 5, 6}
+    with pytest.raises(NotEnoughCores):
+        claim_cores(4, reserve=0, cpus=[3, 5, 6])
