@@ -163,7 +163,7 @@ class Placement:
             # In a pause SGLang retracts; the last row it would abort.
             if self._open or rows == 1:
                 self._make_room(batch, needed + self._device_footprint(self.rules.growth_steps) * rows, partly=True)
-        elif self._may_return_now():
+        elif self._may_return_now(batch):
             self._return(batch)
 
     def _make_room(self, batch: Any, needed: int, partly: bool) -> bool:
@@ -191,10 +191,14 @@ class Placement:
 
     # -- back to the device -----------------------------------------------------------------------------------
 
-    def _may_return_now(self) -> bool:
-        if self.all_on_host or not self.returns or self._scheduler.waiting_queue:
-            return False
-        return self._settled
+    def somebody_can_come(self, batch: Any) -> bool:
+        """Whether a waiting request could join ``batch``: who may not, for want of a place among those that run at once
+        (``--max-running-requests``), shall not keep the device from rows that run already."""
+        scheduler = self._scheduler
+        return bool(scheduler.waiting_queue) and scheduler.get_num_allocatable_reqs(len(batch.reqs)) > 0
+
+    def _may_return_now(self, batch: Any) -> bool:
+        return self.returns and not self.all_on_host and not self.somebody_can_come(batch) and self._settled
 
     @property
     def _settled(self) -> bool:
