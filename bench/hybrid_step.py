@@ -278,7 +278,8 @@ class Profiled(Checked):
 
 def stall(pool: Any, seconds: float) -> None:
     """Occupies every worker for a while."""
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)(lambda *_: time.sleep(seconds))
+    arguments = ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p
+    run = ctypes.CFUNCTYPE(None, *arguments)(lambda *_: time.sleep(seconds))
     job = Job(pool.threads, ctypes.cast(run, ctypes.c_void_p).value or 0, keepalive=run)
     threading.Thread(target=pool.run, args=(job,), kwargs={"participate": False}).start()
     time.sleep(0.05)

@@ -61,7 +61,7 @@ cdef extern from "kernels.hpp" namespace "cpu_kernels" nogil:
         int prefetch_tiles
         int min_split_tokens
         int min_thread_tokens
-        int splits_per_thread
+        int last_round_tokens
         int prefix_min_rows
         int prefix_piece_kib
         int dot_min_queries
@@ -134,6 +134,8 @@ cdef extern from "plan.hpp" namespace "cpu_kernels" nogil:
         int workers()
         int units()
         int partials()
+        WorkCost item_cost(int item)
+        int item_units(int item)
         WorkCost total_cost()
         void run(const LayerIo&, int threads) except +
         cbool can_append()
@@ -350,7 +352,7 @@ cdef class PlanHandle:
         given.tuning.prefetch_tiles = tuning["prefetch_tiles"]
         given.tuning.min_split_tokens = tuning["min_split_tokens"]
         given.tuning.min_thread_tokens = tuning["min_thread_tokens"]
-        given.tuning.splits_per_thread = tuning["splits_per_thread"]
+        given.tuning.last_round_tokens = tuning["last_round_tokens"]
         given.tuning.prefix_min_rows = tuning["prefix_min_rows"]
         given.tuning.prefix_piece_kib = tuning["prefix_piece_kib"]
         given.tuning.dot_min_queries = tuning["dot_min_queries"]
@@ -404,6 +406,12 @@ cdef class PlanHandle:
     def cost(self) -> tuple[int, int]:
         cdef WorkCost cost = self.plan.get().total_cost()
         return cost.bytes, cost.tokens
+
+    @property
+    def shares(self) -> list[tuple[int, int]]:
+        """Of every item, in the order in which workers take them: how many runs of tokens it has, and tokens."""
+        cdef int i
+        return [(self.plan.get().item_units(i), self.plan.get().item_cost(i).tokens) for i in range(self.items)]
 
     def ran(self) -> set[str]:
         cdef const char* name

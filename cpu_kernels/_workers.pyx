@@ -13,7 +13,10 @@ cdef extern from "worker_pool.hpp" namespace "cpu_kernels" nogil:
         int64_t bytes
         int64_t tokens
 
-    ctypedef void (*RunItem)(void*, int, int)
+    cdef cppclass NextItem:
+        pass
+
+    ctypedef void (*RunItem)(void*, int, int, NextItem*)
     ctypedef void (*CostItem)(void*, int, ItemCost*)
 
     cdef cppclass CJob "cpu_kernels::Job":

@@ -27,9 +27,9 @@ class Tuning:
 
     prefetch_hint: str = "t1"  # none, t0, t1, t2 or nta
     prefetch_tiles: int = 1  # 1 or 2: tiles of 64 tokens ahead
-    min_split_tokens: int = 192  # no KV split is shorter
+    min_split_tokens: int = 32  # no KV split is shorter
     min_thread_tokens: int = 16  # tokens x KV heads below which one more thread does not pay
-    splits_per_thread: int = 2  # a row longer than a thread's share of what is left / this is split
+    last_round_tokens: int = 384  # tokens x KV heads left for each thread when the rest is divided evenly
     prefix_min_rows: int = 2  # a prefix that fewer rows share is read per row
     prefix_piece_kib: int = 512  # KV of a head that stays in a core's cache while several passes read it
     dot_min_queries: int = 8  # queries per KV head from which bf16 dot products replace fp32 FMA
@@ -41,7 +41,7 @@ class Tuning:
             raise ValueError(f"prefetch_hint must be one of {', '.join(_HINTS)}, not {self.prefetch_hint!r}")
         if self.prefetch_tiles not in (1, 2):
             raise ValueError(f"prefetch_tiles must be 1 or 2, not {self.prefetch_tiles}")
-        positive = ("min_split_tokens", "min_thread_tokens", "splits_per_thread", "prefix_min_rows", "prefix_piece_kib")
+        positive = ("min_split_tokens", "min_thread_tokens", "last_round_tokens", "prefix_min_rows", "prefix_piece_kib")
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

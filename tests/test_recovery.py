@@ -22,7 +22,7 @@ from tests.harness.traffic import RandomMoves, random_prompt, random_requests, t
 Tiny = Callable[..., Path]
 
 _LONGEST_STALL_S = 60.0
-_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
 
 
 class Stall:
@@ -48,7 +48,7 @@ class Stall:
         stopped = threading.Event()
         until = time.monotonic() + (_LONGEST_STALL_S if self.seconds is None else self.seconds)
 
-        def sleep(context: int, item: int, worker: int) -> None:
+        def sleep(context: int, item: int, worker: int, following: int) -> None:
             stopped.set()
             while time.monotonic() < until and (self.seconds is not None or service.status().fault is None):
                 time.sleep(0.01)

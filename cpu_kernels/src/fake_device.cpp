@@ -147,7 +147,7 @@ void FakeDevice::pause(uint64_t number, uint64_t a, uint64_t b) const {
   for (int spins = 0; now_ns() < until;) relax(&spins);
 }
 
-void FakeDevice::run_echo(void* context, int item, int) {
+void FakeDevice::run_echo(void* context, int item, int, NextItem*) {
   Echo* echo = static_cast<Echo*>(context);
   FakeDevice* device = echo->device;
   int h = echo->handoff;
@@ -285,7 +285,7 @@ Job spinning_job(int items, int64_t ns) {
   Job job;
   job.items = items;
   job.context = reinterpret_cast<void*>(static_cast<uintptr_t>(ns));
-  job.run = [](void* context, int, int) {
+  job.run = [](void* context, int, int, NextItem*) {
     const int64_t wanted = static_cast<int64_t>(reinterpret_cast<uintptr_t>(context));
     if (wanted == 0) return;
     const int64_t begin = now_ns();

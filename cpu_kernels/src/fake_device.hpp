@@ -94,7 +94,7 @@ class FakeDevice {
     FakeDevice* device;
     int handoff;
   };
-  static void run_echo(void* context, int item, int worker);
+  static void run_echo(void* context, int item, int worker, NextItem* next);
   static void cost_echo(void* context, int item, ItemCost* out);
   void main();
   void step(uint32_t number);

@@ -18,9 +18,9 @@ constexpr float kNoToken = -1e30f;                // running maximum of a row th
 struct Tuning {
   int prefetch_hint = 2;         // 0 none, 1 T0, 2 T1, 3 T2, 4 NTA
   int prefetch_tiles = 1;        // 1 or 2: how many tiles of 64 tokens ahead
-  int min_split_tokens = 192;    // no KV split shorter than this
+  int min_split_tokens = 32;     // no KV split shorter than this
   int min_thread_tokens = 1024;  // tokens x KV heads below which one more thread does not pay
-  int splits_per_thread = 2;     // (row, head) runs longer than what is left / (threads * this) are split
+  int last_round_tokens = 384;   // tokens x KV heads that are left for each thread when the rest is divided evenly
   int prefix_min_rows = 2;       // shared prefixes of fewer rows are read per row
   int prefix_piece_kib = 512;    // keys and values that several passes over a shared prefix read before they go on
   int dot_min_queries = 8;       // queries per KV head from which bf16 dot products replace fp32 FMA
@@ -47,6 +47,12 @@ struct Segment {
   float* l = nullptr;
 };
 
+// The segment that the same worker attends to next, asked for as late as its first tokens can still be prefetched.
+struct NextSegment {
+  const Segment* (*find)(void* context) = nullptr;  // null if there is none; called once at most
+  void* context = nullptr;
+};
+
 // What all segments of a plan have in common.
 struct AttendShape {
   PageLayout layout;
@@ -67,8 +73,8 @@ std::size_t scratch_bytes(int max_queries, int head_dim);
 
 struct KernelTable {
   const char* isa;
-  // Attends to `segment`; prefetches the first tokens of `next` (may be null) towards the end.
-  void (*attend)(const AttendShape& shape, const Segment& segment, const Segment* next, Scratch& scratch);
+  // Attends to `segment`; prefetches the first tokens of `next` towards the end.
+  void (*attend)(const AttendShape& shape, const Segment& segment, const NextSegment& next, Scratch& scratch);
   // out[i][d] = o[i][d] / l[i] in `type` for `count` queries; lse[i] = natural log-sum-exp (lse may be null).
   void (*finish)(const float* o, const float* m, const float* l, int count, int head_dim, Type type, void* out,
                  float* lse);

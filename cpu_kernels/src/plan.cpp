@@ -1,7 +1,9 @@
 #include "plan.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <mutex>
 #include <new>
 #include <stdexcept>
@@ -52,6 +54,59 @@ struct BlockCache {
 BlockCache& block_cache() {
   static BlockCache* cache = new BlockCache;  // never destroyed: plans may outlive static objects
   return *cache;
+}
+
+// What a unit costs before its first token, as a number of tokens: queries and results are converted.
+constexpr double kUnitTokens = 16;
+constexpr int kAnyLength = 1 << 30;
+
+// How much work each item gets. Whoever is free takes the next item, so items could be small; but the first tile of an
+// item is not prefetched as the others are, and every cut leaves partial results to be merged. So items come in rounds of
+// one per worker: most of what is left, then most of the rest, until the rest is little, and is divided evenly. In the
+// time that all of it takes, even a worker of 0.6 times the others' speed is through with its item of the first round.
+class Portions {
+ public:
+  // `work` and `last_round` (of one worker) in tokens x KV heads.
+  Portions(double work, int workers, double last_round) : left_(work), workers_(workers), last_round_(last_round) {}
+
+  double next() {
+    if (in_round_ == 0) {
+      const double share = left_ / workers_;
+      last_ = share <= last_round_;
+      size_ = kRound * share;
+      in_round_ = workers_;
+    }
+    const int still = in_round_--;
+    if (workers_ == 1 || (last_ && still == 1)) return std::numeric_limits<double>::infinity();
+    return last_ ? left_ / still : size_;
+  }
+  void took(double work) { left_ -= work; }
+
+ private:
+  static constexpr double kRound = 0.6;
+
+  double left_;
+  const int workers_;
+  const double last_round_;
+  int in_round_ = 0;
+  bool last_ = false;
+  double size_ = 0;
+};
+
+// Where a piece of the run [from, end) should end if `fits` tokens of it fit the item, at a boundary of tiles or, if that
+// is too coarse, of the blocks of 16 tokens that kernels work in. No piece and no rest shorter than `least`, except that
+// something fits an item that is `fresh`. `from`: nothing does.
+int piece_end(int from, int end, double fits, int least, bool fresh) {
+  const int grid = fits < 16 * kTile ? 16 : kTile;
+  if (end - from <= fits + grid / 2) return end;
+  const std::int64_t wanted = std::max<std::int64_t>(std::llround((from + fits) / grid) * grid, from);
+  if (wanted - from < least) {
+    if (!fresh) return from;
+    return static_cast<int>(end - from < 2LL * least ? end : (from + least + grid - 1LL) / grid * grid);
+  }
+  if (end - wanted >= least) return static_cast<int>(wanted);
+  const int before = (end - least) / grid * grid;
+  return wanted - before > end - wanted || before - from < least ? end : before;
 }
 
 }  // namespace
@@ -167,119 +222,104 @@ Plan::Plan(const PlanInput& in)
     if (at < length || length == 0) own[row].push_back({at, length});
   }
 
-  // What a unit costs before its first token, as a number of tokens: queries and results are converted.
-  constexpr int kUnitTokens = 16;
-
-  // The work, in tokens x KV heads, and what is left of it to be cut. Of a group, reading dominates up to about 16
-  // queries, arithmetic after that.
+  // What there is to do, in tokens x KV heads. One pass over a run serves a block of a group's rows; reading dominates
+  // it up to about 16 queries, arithmetic after that.
   const int block_rows = std::max(1, kMaxQueries / heads_);
   auto blocks_of = [&](const GroupWork& group) {
     return (static_cast<int>(group.rows.size()) + block_rows - 1) / block_rows;
   };
-  auto weight = [&](int queries) { return std::max(1.0, queries / 16.0); };
-  double left = 0;
+  auto pass_cost = [&](const GroupWork& group, int blocks) {
+    return std::max(1.0, static_cast<double>(group.rows.size() / blocks) * heads_ / 16.0);
+  };
+  double work = 0;
   for (const GroupWork& group : group_work) {
-    const double blocks = blocks_of(group);
-    left += (group.end - group.begin) * blocks * weight(static_cast<int>(group.rows.size() / blocks) * heads_);
+    const int blocks = blocks_of(group);
+    work += blocks * (kUnitTokens + (group.end - group.begin) * pass_cost(group, blocks));
   }
   for (int row = 0; row < rows_; ++row)
-    for (const Run& run : own[row]) left += run.end - run.begin + kUnitTokens;
-  left *= pool_.kv_heads;
+    for (const Run& run : own[row]) work += kUnitTokens + run.end - run.begin;
+  work *= pool_.kv_heads;
+  const int useful = static_cast<int>(
+      std::min<double>(in.threads, std::max(1.0, work / std::max(1, in.tuning.min_thread_tokens))));
 
-  // Cuts a run into pieces that end at tile boundaries. No piece of a head is more than its thread's share of what is
-  // left, divided by splits_per_thread: whole rows while there is much, ever shorter pieces towards the end, so that
-  // the threads end together although they are not equally fast. Nor is any longer than `longest`.
-  constexpr double kAnyLength = 1e9;
-  auto cut = [&](Run run, double token_weight, double longest, auto&& add) {
+  Portions portions(work, useful, in.tuning.last_round_tokens);
+  double room = portions.next();
+  bundles_.push_back(0);
+  auto end_item = [&] {
+    bundles_.push_back(static_cast<int>(units_.size()));
+    room = portions.next();
+  };
+  // Cuts a run of one head where items end; its pieces are `longest` tokens at most, and add(begin, end) makes a unit for
+  // each of `passes` over one.
+  auto cut = [&](Run run, int passes, double pass_cost, int longest, auto&& add) {
+    const double fixed = passes * kUnitTokens, per_token = passes * pass_cost;
     int from = run.begin;
     do {
-      const double share = left / (static_cast<double>(in.threads) * std::max(1, in.tuning.splits_per_thread));
-      const double even = std::max<double>(share / token_weight, std::max(1, in.tuning.min_split_tokens));
-      const double most = in.threads > 1 ? std::min(even, longest) : longest;
-      const int tile = from / kTile * kTile;
-      int to = run.end;
-      // A rest that is shorter than half a piece goes with it.
-      if ((run.end - tile) > 1.5 * most) to = static_cast<int>(tile + round_up(static_cast<std::int64_t>(most), kTile));
-      to = std::min(to, run.end);
-      add(from, to);
-      left -= (to - from) * token_weight * pool_.kv_heads;
-      from = to;
+      const bool fresh = static_cast<int>(units_.size()) == bundles_.back();
+      const int stop =
+          piece_end(from, run.end, (room - fixed) / per_token, std::max(1, in.tuning.min_split_tokens), fresh);
+      const double cost = (stop - from) * per_token + (stop == run.end ? fixed : 0.0);
+      do {
+        if (stop == from && run.begin < run.end) break;  // what the item has left is too little for a piece
+        const int to = std::min<std::int64_t>(stop, static_cast<std::int64_t>(from / kTile) * kTile + longest);
+        add(from, to);
+        room -= fixed;
+        from = to;
+      } while (from < stop);
+      room -= cost;
+      portions.took(cost);
+      if (stop < run.end || room < kUnitTokens) end_item();
     } while (from < run.end);
   };
 
-  // Groups first: they are the longest items. One pass over a run serves a block of rows; where it takes several, they
-  // follow each other head by head and in pieces, so that all but the first find keys and values in the core's cache.
-  const double piece_tokens =
-      std::max<double>(kTile, in.tuning.prefix_piece_kib * 1024.0 / (2.0 * static_cast<double>(layout.row_bytes())));
-  struct QueryBlock {
-    int rows_at, count, partial;
-  };
-  std::vector<std::vector<Parts>> row_parts(rows_);
-  std::vector<double> cost;
+  // Groups first: they are the longest items. Where a run takes several passes, they follow each other head by head and
+  // in pieces, so that all but the first find keys and values in the core's cache.
+  const int piece_tokens = round_up(
+      static_cast<std::int64_t>(in.tuning.prefix_piece_kib) * 1024 / (2 * static_cast<std::int64_t>(layout.row_bytes())),
+      kTile);
   for (const GroupWork& group : group_work) {
     const int count = static_cast<int>(group.rows.size()), blocks = blocks_of(group);
-    const double longest = blocks > 1 ? piece_tokens : kAnyLength;
-    cut({group.begin, group.end}, blocks * weight(count / blocks * heads_), longest, [&](int begin, int end) {
-      std::vector<QueryBlock> parts;
-      for (int block = 0; block < blocks; ++block) {
-        const int from = static_cast<int>(static_cast<std::int64_t>(count) * block / blocks);
-        const int to = static_cast<int>(static_cast<std::int64_t>(count) * (block + 1) / blocks);
-        parts.push_back({static_cast<int>(unit_rows_.size()), to - from, partials_});
-        unit_rows_.insert(unit_rows_.end(), group.rows.begin() + from, group.rows.begin() + to);
-        for (int i = from; i < to; ++i) row_parts[group.rows[i]].push_back({partials_ + (i - from), to - from});
-        max_queries_ = std::max(max_queries_, (to - from) * heads_);
-        partials_ += pool_.kv_heads * (to - from);
-      }
-      for (int head = 0; head < pool_.kv_heads; ++head)
-        for (const QueryBlock& part : parts) {
-          units_.push_back({table_begin_[group.rows[0]], begin, end, head, part.rows_at, part.count,
-                            part.partial + head * part.count, false});
-          cost.push_back((end - begin) * weight(part.count * heads_));
-        }
-    });
+    const int rows_at = static_cast<int>(unit_rows_.size());
+    unit_rows_.insert(unit_rows_.end(), group.rows.begin(), group.rows.end());
+    for (int head = 0; head < pool_.kv_heads; ++head)
+      cut({group.begin, group.end}, blocks, pass_cost(group, blocks), blocks > 1 ? piece_tokens : kAnyLength,
+          [&](int begin, int end) {
+            for (int block = 0; block < blocks; ++block) {
+              const int from = static_cast<int>(static_cast<std::int64_t>(count) * block / blocks);
+              const int to = static_cast<int>(static_cast<std::int64_t>(count) * (block + 1) / blocks);
+              units_.push_back({table_begin_[group.rows[0]], begin, end, head, rows_at + from, to - from});
+            }
+          });
   }
   for (int row = 0; row < rows_; ++row) {
     const int rows_at = static_cast<int>(unit_rows_.size());
     unit_rows_.push_back(row);
-    max_queries_ = std::max(max_queries_, heads_);
-    std::vector<Run> pieces;
-    for (const Run& run : own[row])
-      cut(run, 1.0, kAnyLength, [&](int begin, int end) { pieces.push_back({begin, end}); });
-    const bool alone = pieces.size() == 1 && row_parts[row].empty();
-    for (const Run& piece : pieces) {
-      const bool newest = piece.end == lengths_[row] && piece.end > 0;
-      if (!alone) row_parts[row].push_back({partials_, 1});
-      for (int head = 0; head < pool_.kv_heads; ++head) {
-        units_.push_back(
-            {table_begin_[row], piece.begin, piece.end, head, rows_at, 1, alone ? -1 : partials_ + head, newest});
-        cost.push_back(piece.end - piece.begin + kUnitTokens);
-      }
-      if (!alone) partials_ += pool_.kv_heads;
-    }
+    for (int head = 0; head < pool_.kv_heads; ++head)
+      for (const Run& run : own[row])
+        cut(run, 1, 1.0, kAnyLength, [&](int begin, int end) {
+          units_.push_back({table_begin_[row], begin, end, head, rows_at, 1, -1, end == lengths_[row] && end > 0});
+        });
   }
-  parts_begin_.assign(rows_ + 1, 0);
-  for (int row = 0; row < rows_; ++row) {
-    parts_.insert(parts_.end(), row_parts[row].begin(), row_parts[row].end());
-    parts_begin_[row + 1] = static_cast<int>(parts_.size());
-  }
+  if (static_cast<int>(units_.size()) > bundles_.back()) bundles_.push_back(static_cast<int>(units_.size()));
 
-  // Units are taken in bundles, so that a worker knows what comes next and can prefetch it: large bundles first, small
-  // ones at the end, where they even out what the threads have left.
-  left = 0;
-  for (double c : cost) left += c;
-  const double least = std::max(1, in.tuning.min_thread_tokens);
-  const int useful = static_cast<int>(std::min<double>(in.threads, std::max(1.0, left / least)));
-  bundles_.push_back(0);
-  for (std::size_t i = 0; i < units_.size();) {
-    const double target = useful == 1 ? left : std::max(left / (2.0 * useful), std::min(least, 256.0));
-    double taken = 0;
-    do taken += cost[i++];
-    while (i < units_.size() && taken + cost[i] / 2 <= target);
-    left -= taken;
-    bundles_.push_back(static_cast<int>(i));
-  }
-
+  // A unit that is not the only one of its row and head leaves a partial result for each of its rows.
   const int targets = rows_ * pool_.kv_heads;
+  auto target = [&](const Unit& unit, int i) { return unit_rows_[unit.rows + i] * pool_.kv_heads + unit.head; };
+  parts_begin_.assign(targets + 1, 0);
+  for (const Unit& unit : units_) {
+    max_queries_ = std::max(max_queries_, unit.row_count * heads_);
+    for (int i = 0; i < unit.row_count; ++i) ++parts_begin_[target(unit, i) + 1];
+  }
+  for (int i = 0; i < targets; ++i) parts_begin_[i + 1] += parts_begin_[i];
+  parts_.resize(parts_begin_[targets]);
+  std::vector<int> at_part(parts_begin_.begin(), parts_begin_.end());
+  for (Unit& unit : units_) {
+    const int only = target(unit, 0);
+    if (unit.row_count == 1 && parts_begin_[only + 1] - parts_begin_[only] == 1) continue;
+    unit.partial = partials_;
+    for (int i = 0; i < unit.row_count; ++i) parts_[at_part[target(unit, i)]++] = partials_++;
+  }
+
   arrived_ = std::make_unique<std::atomic<int>[]>(std::max(1, targets));  // zeros
   const std::size_t dim = layout.head_dim;
   const std::size_t scratch = align64(scratch_bytes(std::max(1, max_queries_), layout.head_dim));
@@ -353,13 +393,30 @@ void Plan::finish_row(const LayerIo& io, int row, int head, float* o, float* m, 
                    io.lse == nullptr ? nullptr : io.lse + row * io.lse_row + at);
 }
 
-void Plan::run_item(const LayerIo& io, int item, int worker) {
+void Plan::run_item(const LayerIo& io, int item, int worker, NextItem* next) {
   const int end = bundles_[item + 1];
   const int dim = pool_.layout.head_dim;
   for (int u = bundles_[item]; u < end; ++u) {
     const Unit& unit = units_[u];
-    Segment now = segment(io, unit, worker), next;
-    if (u + 1 < end) next = segment(io, units_[u + 1], worker);
+    Segment now = segment(io, unit, worker);
+    struct Following {
+      const Plan* plan;
+      const LayerIo* io;
+      int unit;  // -1: the first of the next item
+      int worker;
+      NextItem* next;
+      Segment segment;
+    } following{this, &io, u + 1 < end ? u + 1 : -1, worker, next, {}};
+    const auto find = [](void* context) -> const Segment* {
+      Following& f = *static_cast<Following*>(context);
+      if (f.unit < 0) {
+        const int item = f.next->get();
+        if (item < 0) return nullptr;
+        f.unit = f.plan->bundles_[item];
+      }
+      f.segment = f.plan->segment(*f.io, f.plan->units_[f.unit], f.worker);
+      return &f.segment;
+    };
     if (unit.newest && io.k != nullptr) {
       const int row = unit_rows_[unit.rows], position = unit.end - 1;
       const std::int64_t head_bytes =
@@ -374,21 +431,21 @@ void Plan::run_item(const LayerIo& io, int item, int worker) {
       now.m = m;
       now.l = l;
     }
-    kernels_->attend(shape_, now, u + 1 < end ? &next : nullptr, scratch_[worker]);
+    kernels_->attend(shape_, now, {find, &following}, scratch_[worker]);
     if (unit.partial < 0) {
       finish_row(io, unit_rows_[unit.rows], unit.head, now.o, m, l);
       continue;
     }
     for (int i = 0; i < unit.row_count; ++i) {
       const int row = unit_rows_[unit.rows + i];
-      const int begin = parts_begin_[row], parts = parts_begin_[row + 1] - begin;
-      std::atomic<int>& arrived = arrived_[row * pool_.kv_heads + unit.head];
+      const int target = row * pool_.kv_heads + unit.head;
+      const int begin = parts_begin_[target], parts = parts_begin_[target + 1] - begin;
+      std::atomic<int>& arrived = arrived_[target];
       if (arrived.fetch_add(1, std::memory_order_acq_rel) != parts - 1) continue;
       arrived.store(0, std::memory_order_relaxed);
       float *o[kMergedParts], *pm[kMergedParts], *pl[kMergedParts];
       auto put = [&](int to, int part) {
-        const Parts& p = parts_[begin + part];
-        const std::int64_t at = static_cast<std::int64_t>(p.first + unit.head * p.per_head) * heads_;
+        const std::int64_t at = static_cast<std::int64_t>(parts_[begin + part]) * heads_;
         o[to] = partial_o_ + at * dim;
         pm[to] = partial_m_ + at;
         pl[to] = partial_l_ + at;
@@ -424,9 +481,21 @@ WorkCost Plan::total_cost() const {
 
 void Plan::run(const LayerIo& io, int threads) {
   begin();
-  std::atomic<int> next{0};
+  struct Items {
+    std::atomic<int> taken{0};
+    int count;
+  } all{{}, items()};
+  const NextItem::Take take = [](void* context) {
+    Items& all = *static_cast<Items*>(context);
+    const int item = all.taken.fetch_add(1, std::memory_order_relaxed);
+    return item < all.count ? item : -1;
+  };
   auto work = [&](int worker) {
-    for (int item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items();) run_item(io, item, worker);
+    for (int item = take(&all); item >= 0;) {
+      NextItem following(take, &all);
+      run_item(io, item, worker, &following);
+      item = following.get();
+    }
   };
   threads = std::min({threads, workers_, items()});
   std::vector<std::thread> others;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels.hpp"
+#include "next_item.hpp"
 
 namespace cpu_kernels {
 
@@ -68,10 +69,10 @@ class Plan {
 
   // How many items the work is cut into. Items may run in any order, at the same time, on any thread; `worker` <
   // workers() names the scratch memory, no two running items may share it. Whoever is last at a (row, head)
-  // merges its partial results and writes the output.
+  // merges its partial results and writes the output. `next` is asked for when little of the item is left.
   int items() const { return static_cast<int>(bundles_.size()) - 1; }
   int workers() const { return workers_; }
-  void run_item(const LayerIo& io, int item, int worker);
+  void run_item(const LayerIo& io, int item, int worker, NextItem* next);
 
   // A run of one layer is begin(), every item once, end(true); or, if it is cut short, end(false) when none of its
   // items runs any more. The workspace belongs to the run between the two: begin() throws std::runtime_error if there
@@ -80,6 +81,8 @@ class Plan {
   void end(bool whole);
 
   WorkCost item_cost(int item) const;
+  // Runs of tokens of one KV head that the item reads; each costs something before its first token.
+  int item_units(int item) const { return bundles_[item + 1] - bundles_[item]; }
   WorkCost total_cost() const;
 
   // A whole run, on this thread and `threads` - 1 more that live for this call. For measurements and scripts; a step
@@ -104,9 +107,6 @@ class Plan {
     int partial = -1;     // first of row_count partial results, or -1: the only part of its row
     bool newest = false;  // holds the row's last token
   };
-  struct Parts {  // of one row: partial results are numbered first + head * per_head
-    int first = 0, per_head = 0;
-  };
 
   Segment segment(const LayerIo& io, const Unit& unit, int worker) const;
   void finish_row(const LayerIo& io, int row, int head, float* o, float* m, float* l);
@@ -122,8 +122,8 @@ class Plan {
   std::vector<Unit> units_;
   std::vector<std::int32_t> unit_rows_;
   std::vector<int> bundles_;  // item i is units [bundles_[i], bundles_[i + 1])
-  std::vector<Parts> parts_;
-  std::vector<int> parts_begin_;  // [rows + 1]
+  std::vector<int> parts_;        // partial results, of one row and head after the other
+  std::vector<int> parts_begin_;  // [rows * kv_heads + 1]
   int partials_ = 0;
   int max_queries_ = 0;
   std::unique_ptr<std::atomic<int>[]> arrived_;  // [row][kv_head], all 0 between whole runs

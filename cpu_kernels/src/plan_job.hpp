@@ -16,9 +16,9 @@ struct PlanRun {
     job.items = plan->items();
     job.workers = plan->workers();
     job.context = this;
-    job.run = [](void* context, int item, int worker) {
+    job.run = [](void* context, int item, int worker, NextItem* next) {
       const PlanRun& self = *static_cast<PlanRun*>(context);
-      self.plan->run_item(self.io, item, worker);
+      self.plan->run_item(self.io, item, worker, next);
     };
     job.cost = [](void* context, int item, ItemCost* out) {
       const WorkCost cost = static_cast<PlanRun*>(context)->plan->item_cost(item);

@@ -68,7 +68,7 @@ ReadJob::ReadJob(const ReadVariant& variant, const std::uint8_t* data, std::size
     : variant_(variant), data_(data), chunk_(chunk) {
   job_.items = static_cast<int>(bytes / chunk);
   job_.context = this;
-  job_.run = [](void* context, int item, int) {
+  job_.run = [](void* context, int item, int, NextItem*) {
     const ReadJob& self = *static_cast<const ReadJob*>(context);
     self.variant_.read(self.data_ + static_cast<std::size_t>(item) * self.chunk_, self.chunk_);
   };
@@ -77,8 +77,9 @@ ReadJob::ReadJob(const ReadVariant& variant, const std::uint8_t* data, std::size
 void run_on_threads(const Job& job, int threads) {
   std::atomic<int> next{0};
   auto work = [&](int worker) {
+    NextItem none;
     for (int item; (item = next.fetch_add(1, std::memory_order_relaxed)) < job.items;)
-      job.run(job.context, item, worker);
+      job.run(job.context, item, worker, &none);
   };
   std::vector<std::thread> others;
   for (int worker = 1; worker < std::min(threads, job.items); ++worker) others.emplace_back(work, worker);

@@ -342,18 +342,26 @@ struct WorkerPool::State {
     }
   };
 
+  // Of the job that `context`, a Hold, is about.
+  static int take_next(void* context) {
+    Hold& hold = *static_cast<Hold*>(context);
+    const int item = hold.state->take(&hold.sequence);
+    hold.count += item >= 0;
+    return item;
+  }
+
   // Runs items of job `sequence` until none is left; whether there was one.
   bool run_items(uint64_t sequence, int worker) {
     int item = take(&sequence);
     if (item < 0) return false;
-    Hold hold{this, sequence, worker};
+    Hold hold{this, sequence, worker, 1};
     Slot& slot = slots[sequence % kRing];
     const Job& job = slot.job;
     Account& account = accounts[worker];
     const int64_t begin = now_ns();
     int64_t now = begin;
-    for (; item >= 0; item = take(&sequence)) {
-      ++hold.count;
+    while (item >= 0) {
+      NextItem next(take_next, &hold);
       account.item_begins(now);
       hold.cost = {};
       hold.inside = true;
@@ -361,7 +369,7 @@ struct WorkerPool::State {
       try {
         // After a failure the rest of the job is skipped: nothing of it will be used.
         if (!slot.failed.load(std::memory_order_relaxed)) {
-          job.run(job.context, item, worker);
+          job.run(job.context, item, worker, &next);
           if (job.cost) job.cost(job.context, item, &hold.cost);
         }
       } catch (const std::exception& error) {
@@ -374,6 +382,7 @@ struct WorkerPool::State {
       t_inside = nullptr;
       hold.inside = false;
       account.item_ends(now = now_ns(), hold.cost);
+      item = next.get();
     }
     if (job.streaming_stores) store_fence();
     if (tracing.load(std::memory_order_relaxed)) note({worker, hold.count, sequence, begin, now});

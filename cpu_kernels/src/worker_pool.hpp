@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "next_item.hpp"
+
 namespace cpu_kernels {
 
 // What one item read and handled; added to the counters of the worker that ran it.
@@ -24,10 +26,11 @@ struct ItemCost {
 
 enum class JobResult { kDone, kFailed, kCancelled };
 
-using RunItem = void (*)(void* context, int item, int worker);
+// `next` may be asked, and need not.
+using RunItem = void (*)(void* context, int item, int worker, NextItem* next);
 using CostItem = void (*)(void* context, int item, ItemCost* out);
 
-// `run(context, item, worker)` is called once for every item in [0, items), in any order and at the same time on
+// `run(context, item, worker, next)` is called once for every item in [0, items), in any order and at the same time on
 // several threads. `worker` is in [0, WorkerPool::worker_slots()) and no two calls that run at the same time have the
 // same one, so it can index scratch memory. It should not throw; if it does, or ends its thread, the job is reported as
 // failed.

@@ -172,11 +172,11 @@ def test_prefetch_changes_nothing(isa: str, tuning: Tuning) -> None:
 def test_splits_and_merges(isa: str, threads: int) -> None:
     rng = np.random.default_rng(10)
     case = ref.make_case(rng, [1000, 3, 0, 129, 700], 2, 64)
-    tuning = Tuning(min_split_tokens=64, splits_per_thread=8, min_thread_tokens=1)
+    tuning = Tuning(min_split_tokens=64, last_round_tokens=8, min_thread_tokens=1)
     verify(isa, case, 8, "bfloat16", rng, threads=threads, workers=threads, tuning=tuning)
-    one = ref.make_case(rng, [6400], 1, 64)  # a hundred partial results of one row
-    tuning = Tuning(min_split_tokens=1, splits_per_thread=9)
-    assert Plan(one.pool, one.lengths, one.tables, 1, threads=50, isa=isa, tuning=tuning).native.partials == 100
+    one = ref.make_case(rng, [6400], 1, 64)  # more partial results of one row than one merge takes
+    tuning = Tuning(min_split_tokens=1, last_round_tokens=1)
+    assert Plan(one.pool, one.lengths, one.tables, 1, threads=50, isa=isa, tuning=tuning).native.partials > 64
     verify(isa, one, 1, "bfloat16", rng, threads=50, workers=3, tuning=tuning)
 
 

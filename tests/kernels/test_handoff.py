@@ -306,7 +306,7 @@ def test_a_descriptor_is_copied(service: HandoffService) -> None:
 def test_jobs_are_replaced_for_the_next_step(service: HandoffService) -> None:
     memory = HandoffMemory(3, 0, 0)
     contexts: list[int | None] = []
-    run = RUN(lambda context, item, worker: contexts.append(context))
+    run = RUN(lambda context, *_: contexts.append(context))
     handoffs = one(memory, Job(1, address(run), 5, keepalive=run))
     following = handoffs.with_jobs([Job(2, address(run), 10), None, Job(1, address(run), 30)])
     with pytest.raises(ValueError, match="2 jobs for 3 hand-offs"):

@@ -25,7 +25,7 @@ from cpu_kernels.workers import (
 from tests.kernels import reference as ref
 
 LONG = 60.0
-TUNING = Tuning(min_split_tokens=64, min_thread_tokens=1, splits_per_thread=4)
+TUNING = Tuning(min_split_tokens=64, min_thread_tokens=1, last_round_tokens=4)
 BOUND = 8e-3  # of the largest output: bf16 arithmetic and output
 
 

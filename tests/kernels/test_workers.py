@@ -20,7 +20,7 @@ from cpu_kernels.cores import Core, NotEnoughCores, claim_cores
 from cpu_kernels.workers import Job, JobFailed, WorkerPool
 from tests.harness.models import REPO_ROOT
 
-RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
 COST = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_int64 * 2))
 
 
@@ -32,7 +32,7 @@ def address(function: object) -> int:
 
 def job(items: int, run: Callable[[int, int], None], tokens: int = 0) -> Job:
     """A job in Python: slow, and at the mercy of the GIL, which is what makes a good test of a native pool."""
-    native = RUN(lambda _, item, worker: run(item, worker))
+    native = RUN(lambda _, item, worker, _next: run(item, worker))
 
     def cost(_: int, item: int, out: object) -> None:
         out.contents[0], out.contents[1] = 100 + item, tokens  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ constexpr const char* kIsaName = "amx";
 #include "tile_arithmetic.hpp"
 // clang-format on
 
-void attend(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
+void attend(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
   const bool bf16 = s.layout.type == Type::bf16, int8 = s.layout.type == Type::i8;
   if (s.slots || seg.end <= seg.begin)
     attend_any_or_bytes(s, seg, next, scratch);

@@ -430,13 +430,13 @@ struct TileArithmetic {
 };
 
 template <class Tiles>
-void attend_in_tiles(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
+void attend_in_tiles(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
   attend_with<TileArithmetic<Tiles>>(s, seg, next, scratch);
   tile_release();
 }
 
 // bf16 or int8 pages, at least one token.
-void attend_tiles(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
+void attend_tiles(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
   if (s.layout.type == Type::bf16)
     return seg.queries <= 8 ? attend_in_tiles<Bf16Tiles<2>>(s, seg, next, scratch)
                             : attend_in_tiles<Bf16Tiles<1>>(s, seg, next, scratch);

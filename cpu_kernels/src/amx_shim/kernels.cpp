@@ -25,7 +25,7 @@ constexpr const char* kIsaName = "amx_shim";
 #include "../amx/tile_arithmetic.hpp"
 // clang-format on
 
-void attend(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
+void attend(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
   const bool tiles = s.layout.type == Type::bf16 || s.layout.type == Type::i8;
   if (tiles && !s.slots && seg.end > seg.begin)
     attend_tiles(s, seg, next, scratch);

@@ -27,7 +27,7 @@ constexpr const char* kIsaName = "avx512_bf16";
 #include "dot.hpp"
 // clang-format on
 
-void attend(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
+void attend(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
   if (s.layout.type == Type::bf16 && !s.slots && seg.queries >= s.tuning.dot_min_queries)
     attend_with<DotArithmetic>(s, seg, next, scratch);
   else

@@ -733,7 +733,7 @@ void softmax_tile(const AttendShape& s, const Rows& r, int queries, Work& w) {
 // ---- one segment -------------------------------------------------------------------------------------------------
 
 template <class Arithmetic>
-void attend_with(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
+void attend_with(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
   scratch.ran = kIsaName;
   Work& w = *reinterpret_cast<Work*>(scratch.memory);
   const int d = s.layout.head_dim;
@@ -746,8 +746,8 @@ void attend_with(const AttendShape& s, const Segment& seg, const Segment* next, 
     Arithmetic::prepare(s, seg, w);
     const int tiles_begin = seg.begin / kTile, tiles_end = (seg.end + kTile - 1) / kTile;
     const int distance = s.tuning.prefetch_hint == 0 ? 0 : s.tuning.prefetch_tiles >= 2 ? 2 : 1;
-    const int next_begin = next != nullptr && next->end > next->begin ? next->begin / kTile : 0;
-    const int next_tiles = next != nullptr ? (next->end + kTile - 1) / kTile - next_begin : 0;
+    const Segment* following = nullptr;
+    int following_tile = 0, following_end = -1;  // -1: not asked for yet
     for (int i = 0; i < (distance > 0 ? distance : 1) && tiles_begin + i < tiles_end; ++i)
       find_rows(s, seg, tiles_begin + i, &w.rows[i]);
     for (int tile = tiles_begin; tile < tiles_end; ++tile) {
@@ -760,9 +760,17 @@ void attend_with(const AttendShape& s, const Segment& seg, const Segment* next, 
       } else if (tile + distance < tiles_end) {
         find_rows(s, seg, tile + distance, later);
         ahead.begin(s, later);
-      } else if (tile + distance - tiles_end < next_tiles) {
-        find_rows(s, *next, next_begin + tile + distance - tiles_end, later);
-        ahead.begin(s, later);
+      } else {
+        if (following_end < 0) {
+          following = next.find != nullptr ? next.find(next.context) : nullptr;
+          const bool some = following != nullptr && following->end > following->begin;
+          following_tile = some ? following->begin / kTile : 0;
+          following_end = some ? (following->end + kTile - 1) / kTile : 0;
+        }
+        if (following_tile < following_end) {
+          find_rows(s, *following, following_tile++, later);
+          ahead.begin(s, later);
+        }
       }
       if constexpr (Arithmetic::kTokenScales) {
         for (int t = r.lo(); t < r.hi(); t += 16) {
@@ -786,7 +794,7 @@ void attend_with(const AttendShape& s, const Segment& seg, const Segment* next, 
   std::memcpy(seg.l, w.l, seg.queries * sizeof(float));
 }
 
-void attend_any(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
+void attend_any(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
   switch (s.layout.type) {
     case Type::f32:
       return attend_with<FloatArithmetic<float>>(s, seg, next, scratch);

@@ -142,7 +142,7 @@ struct ByteArithmetic {
 };
 
 // What attend_any does, with 8-bit arithmetic where the tuning allows it.
-void attend_any_or_bytes(const AttendShape& s, const Segment& seg, const Segment* next, Scratch& scratch) {
+void attend_any_or_bytes(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
   if (s.layout.type == Type::i8 && !s.tuning.accurate_int8)
     attend_with<ByteArithmetic>(s, seg, next, scratch);
   else

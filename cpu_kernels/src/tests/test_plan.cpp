@@ -94,7 +94,7 @@ struct Batch {
     in.kernels = kernels;
     in.tuning.min_split_tokens = 64;
     in.tuning.min_thread_tokens = 1;
-    in.tuning.splits_per_thread = 4;
+    in.tuning.last_round_tokens = 4;
     return in;
   }
 
@@ -150,7 +150,8 @@ void a_run_cut_short_leaves_nothing() {
   for (int items = 0; items < plan.items(); ++items) {
     PlanRun cut = batch.run(&plan, &out);
     plan.begin();
-    for (int i = 0; i < items; ++i) plan.run_item(cut.io, plan.items() - 1 - i, i % 3);
+    NextItem none;
+    for (int i = 0; i < items; ++i) plan.run_item(cut.io, plan.items() - 1 - i, i % 3, &none);
     CHECK_THROWS(std::runtime_error, "the plan is running", plan.begin());
     plan.end(false);
     plan.run(cut.io, 2);

@@ -33,7 +33,7 @@ struct Tally {
   explicit Tally(int items, int workers) : runs(items), inside(workers) {}
   std::vector<std::atomic<int>> runs, inside;
   std::vector<int> plain = std::vector<int>(runs.size());  // written without atomics: the end of run() must order it
-  static void run(void* context, int item, int worker) {
+  static void run(void* context, int item, int worker, NextItem*) {
     Tally* t = static_cast<Tally*>(context);
     CHECK(t->inside[worker].fetch_add(1) == 0);
     t->runs[item].fetch_add(1);
@@ -130,7 +130,7 @@ void pool_reports_failures() {
   WorkerPool pool(with_threads(2));
   Job job;
   job.items = 10;
-  job.run = [](void*, int item, int) {
+  job.run = [](void*, int item, int, NextItem*) {
     if (item == 3) throw std::runtime_error("item three");
   };
   std::string message;
@@ -138,7 +138,7 @@ void pool_reports_failures() {
     CHECK(pool.run(job, participate, &message) == JobResult::kFailed);
     CHECK(message == "item three");
   }
-  job.run = [](void*, int, int) { throw 7; };
+  job.run = [](void*, int, int, NextItem*) { throw 7; };
   CHECK(pool.run(job, false, &message) == JobResult::kFailed);
   Tally tally(8, pool.worker_slots());
   CHECK(pool.run(tally.job(), true, &message) == JobResult::kDone);
@@ -150,11 +150,11 @@ void pool_reports_failures() {
   } nested{&pool, false};
   job.items = 1;
   job.context = &nested;
-  job.run = [](void* context, int, int) {
+  job.run = [](void* context, int, int, NextItem*) {
     Nested* n = static_cast<Nested*>(context);
     Job inner;
     inner.items = 1;
-    inner.run = [](void*, int, int) {};
+    inner.run = [](void*, int, int, NextItem*) {};
     try {
       n->pool->run(inner, true);
     } catch (const std::runtime_error&) {
@@ -180,7 +180,7 @@ void pool_brackets_jobs() {
     if (o->refuse) throw std::runtime_error("not now");
     CHECK(!o->owned.exchange(true));
   };
-  job.run = [](void* c, int item, int) {
+  job.run = [](void* c, int item, int, NextItem*) {
     Owned* o = static_cast<Owned*>(c);
     CHECK(o->owned);
     if (item == o->fail_at) throw std::runtime_error("no");
@@ -220,7 +220,7 @@ void pool_survives_a_dying_worker() {
     WorkerPool pool(with_threads(threads));
     Job job;
     job.items = 6;
-    job.run = [](void*, int item, int) {
+    job.run = [](void*, int item, int, NextItem*) {
       if (item == 2) pthread_exit(nullptr);
     };
     std::string message;
@@ -240,7 +240,7 @@ void pool_abandons_a_stuck_worker() {
     Job job;
     job.items = 1;
     job.context = &stuck;
-    job.run = [](void* context, int, int) {
+    job.run = [](void* context, int, int, NextItem*) {
       Stuck* s = static_cast<Stuck*>(context);
       s->inside = true;
       while (!s->release) std::this_thread::yield();
@@ -281,10 +281,10 @@ void pool_cancels() {
   block.items = 1;
   rest.items = 100;
   block.context = rest.context = &gate;
-  block.run = [](void* context, int, int) {
+  block.run = [](void* context, int, int, NextItem*) {
     while (!static_cast<Gate*>(context)->open) std::this_thread::yield();
   };
-  rest.run = [](void* context, int, int) { static_cast<Gate*>(context)->ran++; };
+  rest.run = [](void* context, int, int, NextItem*) { static_cast<Gate*>(context)->ran++; };
   uint64_t first, sequence;
   CHECK(pool.submit(block, finished, &gate, &first));
   for (int i = 1; i < WorkerPool::kRing; ++i) CHECK(pool.submit(rest, finished, &gate, &sequence));
