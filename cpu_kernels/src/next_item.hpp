@@ -3,8 +3,8 @@
 
 namespace cpu_kernels {
 
-// The item of the same job that a worker runs after the one it is at. It is the worker's from the moment it is asked for,
-// so ask when little of the present one is left, for others may be out of work by then.
+// The item of the same job that a worker runs after the one it is at. It is the worker's from the moment it is asked
+// for, so ask when little of the present one is left, for others may be out of work by then.
 class NextItem {
  public:
   using Take = int (*)(void* context);

@@ -61,9 +61,10 @@ constexpr double kUnitTokens = 16;
 constexpr int kAnyLength = 1 << 30;
 
 // How much work each item gets. Whoever is free takes the next item, so items could be small; but the first tile of an
-// item is not prefetched as the others are, and every cut leaves partial results to be merged. So items come in rounds of
-// one per worker: most of what is left, then most of the rest, until the rest is little, and is divided evenly. In the
-// time that all of it takes, even a worker of 0.6 times the others' speed is through with its item of the first round.
+// item is not prefetched as the others are, and every cut leaves partial results to be merged. So items come in rounds
+// of one per worker: most of what is left, then most of the rest, until the rest is little, and is divided evenly. In
+// the time that all of it takes, even a worker of 0.6 times the others' speed is through with its item of the first
+// round.
 class Portions {
  public:
   // `work` and `last_round` (of one worker) in tokens x KV heads.
@@ -93,9 +94,9 @@ class Portions {
   double size_ = 0;
 };
 
-// Where a piece of the run [from, end) should end if `fits` tokens of it fit the item, at a boundary of tiles or, if that
-// is too coarse, of the blocks of 16 tokens that kernels work in. No piece and no rest shorter than `least`, except that
-// something fits an item that is `fresh`. `from`: nothing does.
+// Where a piece of the run [from, end) should end if `fits` tokens of it fit the item, at a boundary of tiles or, if
+// that is too coarse, of the blocks of 16 tokens that kernels work in. No piece and no rest shorter than `least`,
+// except that something fits an item that is `fresh`. `from`: nothing does.
 int piece_end(int from, int end, double fits, int least, bool fresh) {
   const int grid = fits < 16 * kTile ? 16 : kTile;
   if (end - from <= fits + grid / 2) return end;
@@ -239,8 +240,8 @@ Plan::Plan(const PlanInput& in)
   for (int row = 0; row < rows_; ++row)
     for (const Run& run : own[row]) work += kUnitTokens + run.end - run.begin;
   work *= pool_.kv_heads;
-  const int useful = static_cast<int>(
-      std::min<double>(in.threads, std::max(1.0, work / std::max(1, in.tuning.min_thread_tokens))));
+  const int useful =
+      static_cast<int>(std::min<double>(in.threads, std::max(1.0, work / std::max(1, in.tuning.min_thread_tokens))));
 
   Portions portions(work, useful, in.tuning.last_round_tokens);
   double room = portions.next();
@@ -249,8 +250,8 @@ Plan::Plan(const PlanInput& in)
     bundles_.push_back(static_cast<int>(units_.size()));
     room = portions.next();
   };
-  // Cuts a run of one head where items end; its pieces are `longest` tokens at most, and add(begin, end) makes a unit for
-  // each of `passes` over one.
+  // Cuts a run of one head where items end; its pieces are `longest` tokens at most, and add(begin, end) makes a unit
+  // for each of `passes` over one.
   auto cut = [&](Run run, int passes, double pass_cost, int longest, auto&& add) {
     const double fixed = passes * kUnitTokens, per_token = passes * pass_cost;
     int from = run.begin;
@@ -274,9 +275,9 @@ Plan::Plan(const PlanInput& in)
 
   // Groups first: they are the longest items. Where a run takes several passes, they follow each other head by head and
   // in pieces, so that all but the first find keys and values in the core's cache.
-  const int piece_tokens = round_up(
-      static_cast<std::int64_t>(in.tuning.prefix_piece_kib) * 1024 / (2 * static_cast<std::int64_t>(layout.row_bytes())),
-      kTile);
+  const int piece_tokens = round_up(static_cast<std::int64_t>(in.tuning.prefix_piece_kib) * 1024 /
+                                        (2 * static_cast<std::int64_t>(layout.row_bytes())),
+                                    kTile);
   for (const GroupWork& group : group_work) {
     const int count = static_cast<int>(group.rows.size()), blocks = blocks_of(group);
     const int rows_at = static_cast<int>(unit_rows_.size());

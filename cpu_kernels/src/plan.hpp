@@ -121,7 +121,7 @@ class Plan {
   std::vector<std::int64_t> table_begin_;
   std::vector<Unit> units_;
   std::vector<std::int32_t> unit_rows_;
-  std::vector<int> bundles_;  // item i is units [bundles_[i], bundles_[i + 1])
+  std::vector<int> bundles_;      // item i is units [bundles_[i], bundles_[i + 1])
   std::vector<int> parts_;        // partial results, of one row and head after the other
   std::vector<int> parts_begin_;  // [rows * kv_heads + 1]
   int partials_ = 0;

@@ -12,7 +12,7 @@ from cpu_kernels.attention import HostPool, Plan, Tuning
 from cpu_kernels.probe import Memory
 
 PAGE = 64
-#: What a run of tokens of one KV head and what an item costs before its first token, as numbers of tokens: a little more
+#: What a run of tokens of one KV head, and an item, costs before its first token, as a number of tokens: a little more
 #: than was measured (docs/kernels.md).
 RUN_COST = ITEM_COST = 16
 
