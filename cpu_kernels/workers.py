@@ -195,6 +195,10 @@ class HandoffStatus:
     #: Deferred order: answers for which the device may have waited, and for how long at most (see src/handoff.hpp).
     awaited: int
     awaited_ns: int
+    #: Of ``answer_ns``: from the first worker's running out of work to the last one's being done. And of ``handoffs``:
+    #: those for which it was more than half, because a worker was held up, by another process as a rule.
+    tail_ns: int
+    held_up: int
 
 
 # Steps whose memory a stuck worker may still use after its service was closed.

@@ -160,6 +160,13 @@ class _Published:
         )
         stalled = counter("neo_awaited_seconds_total", "How long deferred steps have waited for them, at most.")
         self._awaited, self._stalled = awaited.labels(**labels), stalled.labels(**labels)
+        handoffs = counter("neo_handoffs_total", "Hand-offs answered by the CPU: the host rows of one layer.")
+        answers = counter("neo_handoff_seconds_total", "Time from a hand-off to its answer, summed.")
+        tails = counter("neo_handoff_tail_seconds_total", "Of that, from the first worker's end to the last one's.")
+        held_up = counter("neo_held_up_handoffs_total", "Hand-offs of which that was more than half.")
+        self._handoffs, self._answers, self._tails, self._held_up = (
+            metric.labels(**labels) for metric in (handoffs, answers, tails, held_up)
+        )
         self._intervals = Histogram(
             "sglang:neo_inter_token_latency_seconds",
             "Histogram of the time between two tokens of a request in seconds, by where its KV is.",
@@ -215,6 +222,10 @@ class _Published:
             self._add("wait", self._wait, times.wait)
             self._add("awaited", self._awaited, times.awaited_handoffs)
             self._add("stalled", self._stalled, times.awaited)
+            self._add("handoffs", self._handoffs, times.handoffs)
+            self._add("answers", self._answers, times.answers)
+            self._add("tails", self._tails, times.tails)
+            self._add("held up", self._held_up, times.held_up)
         if recovery is not None:
             self._add("failed", self._failed, recovery.failed_steps)
             self._add("restarted", self._restarted, recovery.restarted_reqs)

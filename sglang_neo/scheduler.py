@@ -375,6 +375,12 @@ class NeoScheduler(Scheduler):
             "planner": self.planner.report() if self.planner is not None else None,
             "cpu_seconds": {"busy": cpu.busy, "wait": cpu.wait},
             "awaited": {"handoffs": cpu.awaited_handoffs, "seconds": cpu.awaited},
+            "handoffs": {
+                "answered": cpu.handoffs,
+                "seconds": cpu.answers,
+                "tail_seconds": cpu.tails,
+                "held_up": cpu.held_up,
+            },
         }
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:

@@ -16,7 +16,7 @@ from sglang.srt.server_args import PortArgs
 #: What adds up over data-parallel ranks: numbers, and the numbers in these dictionaries but for those in _SAME.
 _ADDED = (
     *("device_kv", "host_kv", "host_kv_used_tokens", "host_cache", "host_prefill", "host_running_reqs"),
-    *("migrations", "host_tokens_total", "steps_total", "cpu_seconds", "awaited"),
+    *("migrations", "host_tokens_total", "steps_total", "cpu_seconds", "awaited", "handoffs"),
 )
 _SAME = ("page_size", "staging_tokens", "staging_bytes")
 

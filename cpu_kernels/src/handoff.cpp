@@ -93,6 +93,7 @@ struct HandoffService::State {
   std::atomic<int> unanswered{0};     // taken, and done not raised yet; never above the truth
   std::atomic<uint64_t> progress{0};  // changes whenever something moves; the watchdog looks for it
   std::atomic<int64_t> handoffs{0}, answer_ns{0}, max_answer_ns{0}, last_answer_ns{0}, awaited{0}, awaited_ns{0};
+  std::atomic<int64_t> tail_ns{0}, held_up{0};
 
   std::atomic<bool> tracing{false};
   std::mutex trace_mutex;
@@ -341,7 +342,7 @@ struct HandoffService::State {
     const Job& job = step->descriptor.jobs[index].job;
     if (job.items == 0) {
       run.submitted = true;
-      finished(&run, JobResult::kDone, "");
+      finished(&run, JobResult::kDone, "", 0);
       return true;
     }
     run.submitted = true;  // first: a worker may finish the job before submit returns
@@ -360,7 +361,7 @@ struct HandoffService::State {
   }
 
   // Called by the worker that finished the last item.
-  static void finished(void* context, JobResult result, const char* message) {
+  static void finished(void* context, JobResult result, const char* message, int64_t idle_since_ns) {
     Run* run = static_cast<Run*>(context);
     State* state = run->state;
     Pending* step = run->step;
@@ -385,6 +386,9 @@ struct HandoffService::State {
       int64_t took = now - run->seen_ns;
       state->handoffs.fetch_add(1, std::memory_order_relaxed);
       state->answer_ns.fetch_add(took, std::memory_order_relaxed);
+      const int64_t tail = idle_since_ns > 0 ? std::max<int64_t>(0, now - idle_since_ns) : 0;
+      state->tail_ns.fetch_add(tail, std::memory_order_relaxed);
+      if (tail > took - tail) state->held_up.fetch_add(1, std::memory_order_relaxed);
       int64_t most = state->max_answer_ns.load(std::memory_order_relaxed);
       while (took > most && !state->max_answer_ns.compare_exchange_weak(most, took, std::memory_order_relaxed))
         continue;
@@ -637,6 +641,8 @@ HandoffStatus HandoffService::status() {
   out.device_wait_ns = state_->device_wait_ns;
   out.awaited = state_->awaited.load(std::memory_order_relaxed);
   out.awaited_ns = state_->awaited_ns.load(std::memory_order_relaxed);
+  out.tail_ns = state_->tail_ns.load(std::memory_order_relaxed);
+  out.held_up = state_->held_up.load(std::memory_order_relaxed);
   return out;
 }
 

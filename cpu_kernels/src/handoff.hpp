@@ -86,6 +86,11 @@ struct HandoffStatus {
   int64_t handoffs = 0;   // answered by a job that succeeded
   int64_t answer_ns = 0;  // from ready seen to done written, summed over these, and the longest
   int64_t max_answer_ns = 0;
+  // Of that, what passed between the first worker's running out of work and the last one's being done, and how often it
+  // was more than half: a worker was held up, by another process as a rule. Workers may have gone on to other
+  // hand-offs.
+  int64_t tail_ns = 0;
+  int64_t held_up = 0;
   int64_t device_wait_ns = 0;  // workers had nothing in hand and the next flag was not raised, while steps ran
   // Deferred order: answers that came when the device had given the hand-off before the one in which it takes them. So
   // it was at that layer, and waited for the answer or was about to; since when is known as well as a worker without

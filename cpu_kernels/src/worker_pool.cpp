@@ -134,7 +134,8 @@ struct alignas(64) Slot {
   alignas(64) std::atomic<int> unfinished{0};
   std::atomic<int> failed{0};  // 1: `message` is being or was written
   std::atomic<int> cancelled{0};
-  std::atomic<uint64_t> free_for{0};  // number of the next job that may use the slot
+  std::atomic<int64_t> idle_since_ns{0};  // see JobFinished
+  std::atomic<uint64_t> free_for{0};      // number of the next job that may use the slot
   // Written by submit while the slot is free, read by those who hold an unfinished item.
   Job job;
   JobFinished finished = nullptr;
@@ -265,6 +266,7 @@ struct WorkerPool::State {
       slot.message[0] = 0;
       slot.failed.store(0, std::memory_order_relaxed);
       slot.cancelled.store(0, std::memory_order_relaxed);
+      slot.idle_since_ns.store(0, std::memory_order_relaxed);
       slot.unfinished.store(job.items, std::memory_order_relaxed);
       *sequence = next;
       slot.ticket.store(make_ticket(next, job.items), std::memory_order_release);
@@ -295,7 +297,7 @@ struct WorkerPool::State {
                        : slot.cancelled.load(std::memory_order_relaxed) ? JobResult::kCancelled
                                                                         : JobResult::kDone;
     if (slot.job.end) slot.job.end(slot.job.context, result);
-    slot.finished(slot.finished_context, result, slot.message);
+    slot.finished(slot.finished_context, result, slot.message, slot.idle_since_ns.load(std::memory_order_relaxed));
     slot.free_for.store(sequence + kRing, std::memory_order_release);
   }
 
@@ -384,6 +386,9 @@ struct WorkerPool::State {
       account.item_ends(now = now_ns(), hold.cost);
       item = next.get();
     }
+    int64_t nobody = 0;
+    if (slot.idle_since_ns.load(std::memory_order_relaxed) == 0)
+      slot.idle_since_ns.compare_exchange_strong(nobody, now, std::memory_order_relaxed);
     if (job.streaming_stores) store_fence();
     if (tracing.load(std::memory_order_relaxed)) note({worker, hold.count, sequence, begin, now});
     return true;
@@ -513,7 +518,7 @@ struct Waiting {
   WorkerPool::State* state = nullptr;
 };
 
-void wake_waiting(void* context, JobResult result, const char* message) {
+void wake_waiting(void* context, JobResult result, const char* message, int64_t) {
   Waiting* waiting = static_cast<Waiting*>(context);
   WorkerPool::State* state = waiting->state;
   waiting->result = result;

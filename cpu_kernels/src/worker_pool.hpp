@@ -53,9 +53,10 @@ struct Job {
   bool streaming_stores = false;
 };
 
-// Called once, by the thread that finished the last item, with the message of the first failure (or ""). Must not
-// throw, block or call back into the pool.
-using JobFinished = void (*)(void* context, JobResult result, const char* message);
+// Called once, by the thread that finished the last item, with the message of the first failure (or ""), and the moment
+// from which on a worker that had run items of the job found none left (0: none did). Must not throw, block or call
+// back into the pool.
+using JobFinished = void (*)(void* context, JobResult result, const char* message, int64_t idle_since_ns);
 
 // One worker's account since the pool began. busy_ns + wait_ns is the age of the worker at the time of reading. Items,
 // bytes and tokens of a job are all counted before the job is announced as finished.

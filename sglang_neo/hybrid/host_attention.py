@@ -60,6 +60,10 @@ class CpuTimes:
     wait: float  # while steps ran and no hand-off was there
     awaited: float = 0.0  # that deferred steps may have waited for answers, at most
     awaited_handoffs: int = 0  # which so many answers were (``cpu_kernels.workers.HandoffStatus``)
+    handoffs: int = 0  # answered
+    answers: float = 0.0  # from given to answered, summed over these
+    tails: float = 0.0  # of that, from the first worker's end to the last one's
+    held_up: int = 0  # hand-offs of which that was more than half
 
 
 class Boxes:
@@ -234,6 +238,10 @@ class HostAttention(Boxes):
             spent.wait + status.device_wait_ns / 1e9,
             spent.awaited + status.awaited_ns / 1e9,
             spent.awaited_handoffs + status.awaited,
+            spent.handoffs + status.handoffs,
+            spent.answers + status.answer_ns / 1e9,
+            spent.tails + status.tail_ns / 1e9,
+            spent.held_up + status.held_up,
         )
 
     def close(self) -> None:

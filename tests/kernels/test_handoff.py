@@ -81,6 +81,7 @@ def test_stress(order: str, pool: WorkerPool, service: HandoffService) -> None:
     assert status.completed_epoch == status.submitted_epoch == status.complete_steps == steps
     assert status.handoffs == len(handoffs) * steps
     assert 0 < status.max_answer_ns <= status.answer_ns
+    assert 0 <= status.tail_ns < status.answer_ns and status.held_up < status.handoffs
     counters = pool.counters()
     assert sum(c.items for c in counters) == sum(c.tokens for c in counters) == 3 * status.handoffs
     assert sum(c.bytes for c in counters) == 8 * 40 * status.handoffs
@@ -264,6 +265,41 @@ def test_overlap_bounds_what_runs_at_once(pool: WorkerPool, service: HandoffServ
             device_write(memory.ready(i), 1)
         assert service.wait_epoch(epoch, LONG)
         assert len(most) == 6 and max(most) <= overlap
+
+
+@pytest.mark.parametrize("overlap", [1, 4])
+def test_a_worker_that_is_held_up(overlap: int, pool: WorkerPool, service: HandoffService) -> None:
+    """It holds up its own hand-off; the other worker goes on, as far as the step allows, and the loss is counted."""
+    memory, held_s, slow = HandoffMemory(8, 0, 0), 0.5, 1
+    stuck, leave = threading.Event(), threading.Event()
+
+    def work(item: int, worker: int) -> None:
+        """Nothing: two items of every hand-off but one."""
+
+    def held(item: int, worker: int) -> None:
+        if item == 0:
+            stuck.set()
+            leave.wait(LONG)
+
+    jobs = [job(2, held if i == slow else work) for i in range(len(memory))]
+    handoffs = Handoffs()
+    for i, of_layer in enumerate(jobs):
+        handoffs.add(of_layer, memory.ready(i), memory.done(i), layer=i)
+    service.submit(Step(1, 0, handoffs, overlap, keepalive=jobs))
+    for i in range(len(memory)):
+        device_write(memory.ready(i), 1)
+    assert stuck.wait(LONG)
+    begin = time.monotonic()
+    others = [i for i in range(slow + overlap) if i != slow]
+    assert all(device_wait(memory.done(i), 1, LONG) for i in others)
+    time.sleep(held_s)
+    assert not any(device_wait(memory.done(i), 1, 0) for i in range(len(memory)) if i not in others)
+    assert service.status().in_flight == 1
+    leave.set()
+    assert service.wait_epoch(1, LONG)
+    took = time.monotonic() - begin
+    status = service.status()
+    assert status.held_up >= 1 and held_s < status.tail_ns / 1e9 <= status.answer_ns / 1e9 < took + 1
 
 
 def test_epochs_keep_what_steps_name(service: HandoffService) -> None:

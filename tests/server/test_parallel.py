@@ -182,6 +182,9 @@ def test_metrics_of_host_rows(servers: ServerPool, dp_spec: ServerSpec, long_alo
     assert value("neo_inter_token_latency_seconds_count", kind="device") > 0
     assert value("neo_awaited_handoffs_total") == neo["awaited"]["handoffs"] == 0, "there are no deferred steps"
     value("neo_awaited_seconds_total")
+    assert 0 < value("neo_handoffs_total") <= neo["handoffs"]["answered"]
+    assert value("neo_handoff_tail_seconds_total") < value("neo_handoff_seconds_total") <= neo["handoffs"]["seconds"]
+    assert value("neo_held_up_handoffs_total") <= neo["handoffs"]["held_up"]
     assert value("neo_host_kv_total_tokens") == neo["host_kv"]["total_tokens"]
     value("neo_host_kv_used_tokens")
     cache = neo["host_cache"]

@@ -272,7 +272,7 @@ void pool_cancels() {
     std::atomic<bool> open{false};
     std::atomic<int> ran{0}, finished{0}, cancelled{0};
   } gate;
-  auto finished = [](void* context, JobResult result, const char*) {
+  auto finished = [](void* context, JobResult result, const char*, int64_t) {
     Gate* g = static_cast<Gate*>(context);
     if (result == JobResult::kCancelled) g->cancelled++;
     g->finished++;
