@@ -375,13 +375,17 @@ def main() -> int:
             jobs, isa = _attention_jobs(args.attention, args.shape, args.layers, pool.threads)
             what = {"attention": args.attention, "shape": args.shape, "isa": isa}
         service.measure_round_trips(20, jobs)
+        before = service.status()
         times = service.measure_round_trips(args.steps, jobs)
+        after = service.status()
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
         os.sched_setaffinity(0, usable)
     row = {f"p{round(100 * f)}_ns": percentile(times, f) for f in (0.5, 0.9, 0.99, 1.0)}
+    row["tail_ns"] = (after.tail_ns - before.tail_ns) // max(1, len(times))  # mean
+    row["held_up"] = after.held_up - before.held_up
     print(json.dumps({"round_trip": "ready to done", "threads": pool.threads, **what, **row}))
     service.close()
     pool.close()

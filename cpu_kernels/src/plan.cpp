@@ -60,11 +60,10 @@ BlockCache& block_cache() {
 constexpr double kUnitTokens = 16;
 constexpr int kAnyLength = 1 << 30;
 
-// How much work each item gets. Whoever is free takes the next item, so items could be small; but the first tile of an
-// item is not prefetched as the others are, and every cut leaves partial results to be merged. So items come in rounds
-// of one per worker: most of what is left, then most of the rest, until the rest is little, and is divided evenly. In
-// the time that all of it takes, even a worker of 0.6 times the others' speed is through with its item of the first
-// round.
+// How much work each item gets. Whoever is free takes the next item, so items could be small; but every cut leaves
+// partial results to be merged. So items come in rounds of one per worker: most of what is left, then most of the rest,
+// until the rest is little and is divided evenly. In the time that all of it takes, even a worker of 0.6 times the
+// others' speed is through with its item of the first round.
 class Portions {
  public:
   // `work` and `last_round` (of one worker) in tokens x KV heads.

@@ -493,11 +493,13 @@ def test_the_command_prints_one_line_of_json(
     assert workers.main() == 0
     row = json.loads(capsys.readouterr().out)
     assert row["threads"] == 1 and row["items"] == 1 and 0 < row["p50_ns"] <= row["p100_ns"]
+    assert 0 <= row["tail_ns"] <= row["p100_ns"] and 0 <= row["held_up"] <= 2 * 80
     attention = ["--attention", "2x65", "--shape", "8,2,64", "--layers", "3"]
     monkeypatch.setattr("sys.argv", ["workers", "--threads", "1", "--reserve", "0", "--steps", "2", *attention])
     assert workers.main() == 0
     row = json.loads(capsys.readouterr().out)
     assert row["attention"] == "2x65" and 0 < row["p50_ns"] <= row["p100_ns"]
+    assert 0 <= row["tail_ns"] <= row["p100_ns"]
     assert os.sched_getaffinity(0) == before
     monkeypatch.setattr("sys.argv", ["workers", "--threads", "100000"])
     assert workers.main() == 2

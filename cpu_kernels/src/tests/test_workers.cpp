@@ -231,6 +231,47 @@ void pool_survives_a_dying_worker() {
   }
 }
 
+// Whoever asks for its next item gets it, and nobody else does; also if the present one fails after that.
+void pool_tells_the_next_item() {
+  struct Asked {
+    std::vector<std::atomic<int>> runs = std::vector<std::atomic<int>>(40);
+    std::atomic<int> promised[8]{};  // by worker: the item it is to run next, + 1
+    int bad = -1;
+  };
+  for (int threads : {1, 3})
+    for (int bad : {-1, 7}) {
+      WorkerPool pool(with_threads(threads));
+      Asked asked;
+      asked.bad = bad;
+      Job job;
+      job.items = static_cast<int>(asked.runs.size());
+      job.context = &asked;
+      job.run = [](void* context, int item, int worker, NextItem* next) {
+        Asked& a = *static_cast<Asked*>(context);
+        a.runs[item]++;
+        const int promised = a.promised[worker].exchange(0);
+        CHECK(promised == 0 || promised == item + 1);
+        if (item % 3 == 0) return;  // does not ask
+        CHECK(next->get() == next->get());
+        a.promised[worker] = next->get() + 1;
+        if (item == a.bad) throw std::runtime_error("seven");
+      };
+      std::string message;
+      CHECK(pool.run(job, false, &message) == (bad < 0 ? JobResult::kDone : JobResult::kFailed));
+      CHECK(message == (bad < 0 ? "" : "seven"));
+      for (auto& runs : asked.runs) CHECK(bad < 0 ? runs == 1 : runs <= 1);
+    }
+  // A worker that ends with an item in hand that it has not begun.
+  WorkerPool pool(with_threads(1));
+  Job job;
+  job.items = 5;
+  job.run = [](void*, int item, int, NextItem* next) {
+    if (item == 2 && next->get() == 3) pthread_exit(nullptr);
+  };
+  CHECK(pool.run(job, false) == JobResult::kFailed);
+  CHECK(pool.close(kLong));
+}
+
 void pool_abandons_a_stuck_worker() {
   struct Stuck {
     std::atomic<bool> inside{false}, release{false}, left{false};
@@ -247,7 +288,7 @@ void pool_abandons_a_stuck_worker() {
     };
     uint64_t sequence;
     CHECK(pool.submit(
-        job, [](void* context, JobResult, const char*) { static_cast<Stuck*>(context)->left = true; }, &stuck,
+        job, [](void* context, JobResult, const char*, int64_t) { static_cast<Stuck*>(context)->left = true; }, &stuck,
         &sequence));
     while (!stuck.inside) std::this_thread::yield();
     CHECK(!pool.close(10 * kMs));
@@ -601,6 +642,7 @@ int main(int argc, char** argv) {
                        {"pool_brackets_jobs", pool_brackets_jobs},
                        {"pool_respects_the_number_of_workers", pool_respects_the_number_of_workers},
                        {"pool_survives_a_dying_worker", pool_survives_a_dying_worker},
+                       {"pool_tells_the_next_item", pool_tells_the_next_item},
                        {"pool_abandons_a_stuck_worker", pool_abandons_a_stuck_worker},
                        {"pool_refuses_bad_options", pool_refuses_bad_options},
                        {"pool_cancels", pool_cancels},
