@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sglang_neo.planning.tables import Tables
 
@@ -24,8 +24,7 @@ class Corrections:
     overhead: float = 1.0  # of launching, of the second lane and of the hand-offs on the device
 
 
-@dataclass(frozen=True)
-class StepCost:
+class StepCost(NamedTuple):
     """Predicted seconds of a step by the table they come from, ``Corrections`` included.
 
     ``wait`` is what the device waits for the CPU; ``cpu`` is what the CPU works, which is not part of the step's time.
@@ -45,7 +44,7 @@ class StepCost:
 
     @property
     def seconds(self) -> float:
-        return self.device + self.wait
+        return self.linear + self.prefill + self.attention + self.overhead + self.wait
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Costs:
         shared_tokens: of a prefix common to all host rows; ``Rows.tokens`` of host rows includes it.
         copying: whether copies run beside the steps and take host memory's bandwidth.
 
-    Times that every mode asks for are looked up once.
+    What several modes ask for is looked up once on each surface; curves are as quick as the looking up.
     """
 
     tables: Tables
@@ -95,7 +94,8 @@ class Costs:
     corrections: Corrections = field(default_factory=Corrections)
     shared_tokens: int = 0
     copying: bool = False
-    _known: dict[tuple[str, float, float], float] = field(default_factory=dict, compare=False, repr=False)
+    _attention: dict[tuple[float, float], float] = field(default_factory=dict, compare=False, repr=False)
+    _cpu: dict[tuple[float, float, float], float] = field(default_factory=dict, compare=False, repr=False)
 
     def cpu_layer(self, rows: Rows, together: bool = True) -> float:
         """Seconds of the hand-off of one layer. ``together``: rows sit at one layer and read a common prefix once."""
@@ -104,43 +104,35 @@ class Costs:
     def _cpu_layer(self, count: float, tokens: float, shared: float) -> float:
         if count <= 0:
             return 0.0
-        key = ("cpu shared" if shared else "cpu", count, tokens)
-        if (known := self._known.get(key)) is not None:
-            return known
-        if shared:
-            shared = shared if count > 1 else 0
-            tokens = max(tokens - shared * count, 0)
-        tables = self.tables
-        seconds = tables.cpu_attention.at(count, tokens, self.threads, shared) * self.corrections.cpu
-        if self.copying:
-            seconds *= tables.host_bandwidth / tables.host_bandwidth_copying
-        self._known[key] = seconds
+        key = count, tokens, shared
+        if (seconds := self._cpu.get(key)) is None:
+            if shared:
+                shared = shared if count > 1 else 0
+                tokens = max(tokens - shared * count, 0)
+            tables = self.tables
+            seconds = tables.cpu_attention.at(count, tokens, self.threads, shared) * self.corrections.cpu
+            if self.copying:
+                seconds *= tables.host_bandwidth / tables.host_bandwidth_copying
+            self._cpu[key] = seconds
         return seconds
 
     def linear(self, tokens: float) -> float:
-        key = ("linear", tokens, 0)
-        if (seconds := self._known.get(key)) is None:
-            seconds = self._known[key] = self.tables.linear.at(tokens) * self.corrections.linear
-        return seconds
+        return self.tables.linear.at(tokens) * self.corrections.linear
 
     def device_attention(self, rows: Rows) -> float:
         if rows.count <= 0:
             return 0.0
-        key = ("attention", rows.count, rows.tokens)
-        if (seconds := self._known.get(key)) is None:
+        key = rows.count, rows.tokens
+        if (seconds := self._attention.get(key)) is None:
             seconds = self.tables.device_attention.at(rows.count, rows.tokens) * self.corrections.attention
-            self._known[key] = seconds
+            self._attention[key] = seconds
         return seconds
 
     def handoffs(self, rows: Rows) -> float:
         """Seconds per step that the device spends on handing rows over in all layers."""
         if rows.count <= 0:
             return 0.0
-        key = ("handoffs", rows.count, 0)
-        if (seconds := self._known.get(key)) is None:
-            seconds = self.tables.layers * self.tables.handoff.at(rows.count) * self.corrections.overhead
-            self._known[key] = seconds
-        return seconds
+        return self.tables.layers * self.tables.handoff.at(rows.count) * self.corrections.overhead
 
     def gpu_only(self, device: Rows) -> StepCost:
         return StepCost(
@@ -259,7 +251,6 @@ class Costs:
         lane_a = self.rows_within(room / layers, mean_tokens, min(lane_b + 1, most - lane_b))
         return lane_a, lane_b
 
-    def slots(self, device: Rows, mean_tokens: float, most: int) -> int:
-        """Slots that keep the CPU busy without making the device wait, at most ``most``."""
-        seconds = self.gpu_only(device).seconds
+    def slots(self, seconds: float, mean_tokens: float, most: int) -> int:
+        """Slots that keep the CPU busy for a step of so many seconds and no longer, at most ``most``."""
         return self.rows_within(seconds / self.tables.layers, mean_tokens, most, together=False)

@@ -11,10 +11,12 @@ most per second. docs/planner.md derives when that is which; ``inequalities.py``
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sglang_neo.planning import guard as guards
 from sglang_neo.planning import placement
@@ -70,6 +72,12 @@ class Limits:
     def __post_init__(self) -> None:
         if "gpu_only" not in self.modes:
             raise ValueError("gpu_only is what the planner falls back to: modes must contain it")
+
+    @cached_property
+    def crowded(self) -> placement.Rules:
+        """The rules while others wait: the room would not stay free anyway, and a copy is cheaper than the prefill that
+        it stands for."""
+        return replace(self.rules, return_steps=self.rules.growth_steps, returns_per_step=MOVED_AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -144,8 +152,7 @@ class Memory:
     guard: Guard = field(default_factory=Guard)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A mode with its rows, and what to expect of it."""
 
     mode: Mode
@@ -161,7 +168,11 @@ class Choice:
 
     @property
     def rate(self) -> float:
-        return self.tokens / self.cost.seconds if self.cost.seconds > 0 else 0.0
+        seconds = self.cost.seconds
+        return self.tokens / seconds if seconds > 0 else 0.0
+
+
+_rate = operator.attrgetter("rate")
 
 
 def plan(state: State, limits: Limits, tables: Tables, memory: Memory, admit: bool = True) -> StepPlan:
@@ -176,11 +187,12 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory, admit: bo
     could, now = [alone], [alone]
     if host and (state.host_rows or state.waiting) and not memory.guard.closed:
         could, now = _choices(state, limits, costs, device, alone)
-        if len(now) > 1 and _captive(state, limits):
-            now = now[1:]
-    best = max(now, key=lambda choice: choice.rate)
+    best = max(now, key=_rate)
     current, regret = _held(best, now, memory)
-    goal = max(could, key=lambda choice: choice.rate)
+    if len(now) > 1 and alone in (best, current) and _captive(state, limits):
+        now = now[1:]
+        current, regret = _held(max(now, key=_rate), now, memory)
+    goal = max(could, key=_rate)
     pays = goal.mode != "gpu_only" and goal.rate > alone.rate * (1 + limits.margin) and memory.stalled < limits.patience
 
     prompts, place = (
@@ -246,29 +258,28 @@ def _choices(
     mean = sum(state.host_rows) / resident if resident else first
     fitting = resident + int(max(state.host_free - state.host_reserved, 0) // max(mean, limits.host_page))
     reachable = min(resident + len(state.waiting), fitting)
-    lanes = costs.lanes(device, mean, limits.max_lane_rows) if "pipelined" in limits.modes else (0, 0)
-    slots = costs.slots(device, mean, limits.max_slots) if "deferred" in limits.modes else 0
+    menu = _Menu(limits, costs, device, mean, alone.cost.seconds)
 
     ordinary = resident > state.best_effort_host_rows
     tpot = limits.max_tpot and max(limits.max_tpot, alone.cost.seconds)
-    now = _with_rows(limits, costs, device, mean, resident, lanes, slots)
-    now = [choice for choice in now if not tpot or choice.cost.seconds <= tpot]
+    now = menu.modes(resident, resident)
+    if tpot:
+        now = [choice for choice in now if choice.cost.seconds <= tpot]
     if ordinary and limits.max_host_tpot and now:
         # If none keeps the bound, the nearest: these rows are there, and standing still would be worse.
-        bound = max(limits.max_host_tpot, min(choice.host_tpot for choice in now))
+        bound = max(limits.max_host_tpot, min([choice.host_tpot for choice in now]))
         now = [choice for choice in now if choice.host_tpot <= bound]
-    more = min(reachable, max(limits.max_lane_rows, slots * (costs.tables.layers + 1)))  # beyond, nothing changes
+    more = min(reachable, max(limits.max_lane_rows, menu.slots * menu.cohorts))  # beyond, nothing changes
     could = now
     if more > resident:
         # The meter may let fewer come than have ended by then: a row in lanes lives for two passes per token, one in
         # deferred mode for a step per layer.
         coming = _coming_per_pass(state, limits, costs, alone)
-        in_lanes, in_slots = (min(more, resident + int(coming * n)) for n in (2, costs.tables.layers + 1))
-        could = _with_rows(limits, costs, device, mean, in_lanes, lanes, 0)
-        could += [c for c in _with_rows(limits, costs, device, mean, in_slots, (0, 0), slots) if c.slots]
-    if ordinary or any(not prompt.best_effort for prompt in state.waiting[:1]):
-        could = [choice for choice in could if not limits.max_host_tpot or choice.host_tpot <= limits.max_host_tpot]
-    could = [choice for choice in could if not tpot or choice.cost.seconds <= tpot]
+        could = menu.modes(min(more, resident + int(coming * 2)), min(more, resident + int(coming * menu.cohorts)))
+        if tpot:
+            could = [choice for choice in could if choice.cost.seconds <= tpot]
+    if limits.max_host_tpot and (ordinary or (state.waiting and not state.waiting[0].best_effort)):
+        could = [choice for choice in could if choice.host_tpot <= limits.max_host_tpot]
     return [alone, *could], [alone, *now]
 
 
@@ -282,39 +293,61 @@ def _coming_per_pass(state: State, limits: Limits, costs: Costs, alone: Choice) 
     return PLANNED_SLOWDOWN * limits.max_slowdown * lives / takes if takes > 0 else 1e9
 
 
-def _with_rows(
-    limits: Limits, costs: Costs, device: Rows, mean: float, rows: int, lanes: tuple[int, int], slots: int
-) -> list[Choice]:
-    """The modes that need the CPU, with so many host rows of so many tokens.
+class _Menu:
+    """The modes that need the CPU, with host rows of ``mean`` tokens each beside these device rows.
 
     Args:
-        lanes: host rows per lane that keep the CPU busy.
-        slots: that keep the CPU busy.
+        alone: seconds of a step of the device rows only.
     """
-    choices: list[Choice] = []
-    if rows <= 0:
-        return choices
-    if "sync" in limits.modes:
-        count = min(rows, limits.max_lane_rows)
-        cost = costs.sync(device, Rows(count, count * mean))
+
+    def __init__(self, limits: Limits, costs: Costs, device: Rows, mean: float, alone: float):
+        self._limits, self._costs, self._device, self._mean = limits, costs, device, mean
+        modes = limits.modes
+        #: Host rows per lane, and slots, that keep the CPU busy.
+        self.lanes = costs.lanes(device, mean, limits.max_lane_rows) if "pipelined" in modes else (0, 0)
+        self.slots = costs.slots(alone, mean, limits.max_slots) if "deferred" in modes else 0
+        self.cohorts = costs.tables.layers + 1
+        #: What steps cost depends on the rows that take part, of which there are often enough whoever else comes.
+        self._known: dict[tuple[Mode, float], StepCost] = {}
+
+    def modes(self, in_lanes: int, in_slots: int) -> list[Choice]:
+        """Those that are possible with so many host rows in lanes (or in a sync step), or so many in slots."""
+        found: list[Choice] = []
+        if in_lanes > 0 and "sync" in self._limits.modes:
+            found.append(self._sync(in_lanes))
+        if in_lanes > 0 and self.lanes != (0, 0):
+            found.append(self._pipelined(in_lanes))
+        if in_slots > 0 and self.slots:
+            found.append(self._deferred(in_slots))
+        return found
+
+    def _sync(self, rows: int) -> Choice:
+        count = min(rows, self._limits.max_lane_rows)
+        if (cost := self._known.get(("sync", count))) is None:
+            cost = self._known["sync", count] = self._costs.sync(self._device, Rows(count, count * self._mean))
         tpot = cost.seconds * max(1, rows / count)
-        choices.append(Choice("sync", cost, device.count + count, count, 0, 0, count, tpot, count))
-    if lanes != (0, 0):
-        count = min(rows, sum(lanes))
+        return Choice("sync", cost, self._device.count + count, count, 0, 0, count, tpot, count)
+
+    def _pipelined(self, rows: int) -> Choice:
+        full, mean = sum(self.lanes), self._mean
+        count = min(rows, full)
         lane_a, lane_b = count - count // 2, count // 2
-        cost = costs.pipelined(device, Rows(lane_a, lane_a * mean), Rows(lane_b, lane_b * mean))
-        if count:
-            tpot, needed = cost.seconds * max(1, rows / count), lanes[0] + lanes[1]
-            choices.append(Choice("pipelined", cost, device.count + count, lane_a, lane_b, 0, needed, tpot, count))
-    if slots:
-        cohorts = costs.tables.layers + 1
-        count = min(slots, -(-rows // cohorts))
+        if (cost := self._known.get(("pipelined", count))) is None:
+            cost = self._costs.pipelined(self._device, Rows(lane_a, lane_a * mean), Rows(lane_b, lane_b * mean))
+            self._known["pipelined", count] = cost
+        tpot = cost.seconds * max(1, rows / count)
+        return Choice("pipelined", cost, self._device.count + count, lane_a, lane_b, 0, full, tpot, count)
+
+    def _deferred(self, rows: int) -> Choice:
+        cohorts = self.cohorts
+        count = min(self.slots, -(-rows // cohorts))
         entering = min(count, rows / cohorts)  # tokens per step: cohorts may have empty places
-        cost = costs.deferred(device, Rows(count, count * mean), entering / count)
+        if (cost := self._known.get(("deferred", entering))) is None:
+            cost = self._costs.deferred(self._device, Rows(count, count * self._mean), entering / count)
+            self._known["deferred", entering] = cost
         tpot = cost.seconds * max(cohorts, rows / count)
-        tokens = device.count + entering
-        choices.append(Choice("deferred", cost, tokens, 0, 0, count, slots * cohorts, tpot, entering, cohorts))
-    return choices
+        tokens, seats = self._device.count + entering, self.slots * cohorts
+        return Choice("deferred", cost, tokens, 0, 0, count, seats, tpot, entering, cohorts)
 
 
 def _held(best: Choice, now: Sequence[Choice], memory: Memory) -> tuple[Choice, float]:
@@ -328,7 +361,7 @@ def _held(best: Choice, now: Sequence[Choice], memory: Memory) -> tuple[Choice, 
         return best, 0.0
     regret = memory.regret + best.rate / before.rate - 1
     better = [c for c in now if c.rate > before.rate and regret >= _price(before, c)]
-    return (max(better, key=lambda choice: choice.rate), 0.0) if better else (before, regret)
+    return (max(better, key=_rate), 0.0) if better else (before, regret)
 
 
 def _price(before: Choice, after: Choice) -> float:
@@ -368,9 +401,9 @@ def _leaving(state: State, limits: Limits) -> tuple[int, ...]:
 
 def _returning(state: State, limits: Limits) -> tuple[int, ...]:
     """Host rows that come back, those first that have waited longest."""
-    rules = limits.rules
-    if state.waiting:  # the room would not stay free anyway, and a copy is cheaper than the prefill it stands for
-        rules = replace(rules, return_steps=rules.growth_steps, returns_per_step=MOVED_AT_ONCE)
+    rules = limits.crowded if state.waiting else limits.rules
+    if state.device_free < placement.return_growth(limits.device_page, rules) * (len(state.device_rows) + 1):
+        return ()  # nobody fits
     rows: list[placement.Row] = []
     free = state.device_free
     for i, tokens in enumerate(islice(state.host_rows, rules.returns_per_step)):

@@ -132,11 +132,14 @@ class Surface:
     def at(self, x: float, y: float) -> float:
         xs, ys, grid = self._grid  # type: ignore[attr-defined]
         i, j = bisect_right(xs, x, 1, len(xs) - 1), bisect_right(ys, y, 1, len(ys) - 1)
-        u, v = (x - xs[i - 1]) / (xs[i] - xs[i - 1]), (y - ys[j - 1]) / (ys[j] - ys[j - 1])
+        x0, y0 = xs[i - 1], ys[j - 1]
+        u, v = (x - x0) / (xs[i] - x0), (y - y0) / (ys[j] - y0)
         u, v = (0.0 if u < 0 else u if u < 1 else 1.0), (0.0 if v < 0 else v if v < 1 else 1.0)
         low, high = grid[i - 1], grid[i]
-        at_low, at_high = low[j - 1] + v * (low[j] - low[j - 1]), high[j - 1] + v * (high[j] - high[j - 1])
-        value = at_low + u * (at_high - at_low)
+        at_low, at_high = low[j - 1], high[j - 1]
+        at_low += v * (low[j] - at_low)
+        at_high += v * (high[j] - at_high)
+        value: float = at_low + u * (at_high - at_low)
         if x > xs[-1]:
             value += (x - xs[-1]) * self._slope_x  # type: ignore[attr-defined]
         if y > ys[-1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,11 +15,13 @@ from sglang_neo.planning.correction import Measured
 from sglang_neo.planning.costs import MODES, Costs, Mode, Rows
 from sglang_neo.planning.guard import Guard, GuardRules
 from sglang_neo.planning.planner import (
+    Choice,
     Limits,
     Memory,
     Prompt,
     State,
     StepPlan,
+    _choices,
     after_step,
     draining_pays,
     load_back_pays,
@@ -77,7 +80,7 @@ def test_the_number_of_slots_is_bounded() -> None:
     assert plan(state(8, 3300), only("deferred", max_slots=2), TABLES, FED_UP).slots == 2
 
 
-positive = st.floats(1e-3, 1e3)
+seeds = st.integers(0, 2**32)
 
 
 @given(
@@ -126,6 +129,43 @@ def test_a_mode_stays_until_another_is_worth_the_price_of_a_change(other: Mode) 
     assert modes[0] == other and modes[-1] == "pipelined" and memory.regret == 0
     assert modes.count(other) == pytest.approx(price / loss, abs=1)
     assert plan(there, limits, TABLES, in_mode("pipelined", regret=1e9)).regret == 0, "nothing is lost in the best mode"
+
+
+@given(
+    st.integers(0, 40), st.integers(1, 600), st.integers(0, 64), st.integers(16, 4000), st.sampled_from([0, 16]), seeds
+)
+def test_what_is_looked_up_once_is_what_would_be_looked_up_anew(
+    device: int, host: int, waiting: int, tokens: int, shared: int, seed: int
+) -> None:
+    """Modes share the times that they are made of; here each is worked out by itself."""
+    draw = random.Random(seed)
+    rows = tuple(draw.randint(tokens // 2 + 8, tokens * 2) for _ in range(host))
+    there = state(device, 0, tokens, host_rows=rows, waiting=(Prompt(tokens, 0, 2 * tokens),) * waiting)
+    there = replace(there, host_shared=shared)
+    ours, mean = Rows(device, device * tokens), sum(rows) / host
+
+    def fresh() -> Costs:
+        return Costs(TABLES, LIMITS.threads, shared_tokens=shared)
+
+    alone = Choice("gpu_only", fresh().gpu_only(ours), device)
+    could, now = _choices(there, LIMITS, fresh(), ours, alone)
+    seconds = alone.cost.seconds / TABLES.layers
+    slots = max(
+        n for n in range(LIMITS.max_slots + 1) if fresh().cpu_layer(Rows(n, n * mean), together=False) <= seconds
+    )
+    for choice in (*could, *now):
+        of = {n: Rows(n, n * mean) for n in (choice.lane_a, choice.lane_b, choice.slots)}
+        if choice.mode == "sync":
+            assert choice.cost == fresh().sync(ours, of[choice.lane_a])
+        elif choice.mode == "pipelined":
+            assert choice.cost == fresh().pipelined(ours, of[choice.lane_a], of[choice.lane_b])
+            assert choice.resident == sum(fresh().lanes(ours, mean, LIMITS.max_lane_rows))
+        elif choice.mode == "deferred":
+            occupied = choice.host_tokens / choice.slots
+            assert choice.cost == fresh().deferred(ours, of[choice.slots], occupied) and choice.slots <= slots
+            assert choice.resident == slots * choice.cohorts
+    assert {choice.mode for choice in could} == {choice.mode for choice in now}
+    assert {choice.mode for choice in now} >= ({"gpu_only", "sync", "deferred"} if slots else {"gpu_only", "sync"})
 
 
 # -- latency ----------------------------------------------------------------------------------------------------------
