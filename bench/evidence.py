@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.machines import GB, MACHINES, MODELS, Machine, device_tokens, host_tokens, tables
-from bench.simulate import Request, Server, backlog, poisson, trace
+from bench.simulate import Request, Server, backlog, limits_of, poisson, trace
 from sglang_neo.planning.costs import Costs, Mode, Rows
 from sglang_neo.planning.planner import Limits
 
@@ -68,7 +68,7 @@ def calibration() -> dict[str, Any]:
         elif mode == "pipelined":
             cost = costs.pipelined(device, lane_a, lane_b)
         else:
-            cost = costs.deferred(device, lane_b)
+            cost = costs.deferred(device, b, lane_b)
         line(f"70B stack, {mode}, host rows {a} + {b}", measured, 1e3 * cost.seconds)
 
     costs = Costs(tables(machine, MODELS["Llama-3.1-70B"]), machine.threads)
@@ -150,10 +150,10 @@ def _ratio(claim: Published, load: Sequence[Request]) -> float:
     throughput = []
     for modes in (claim.modes[:1], claim.modes):
         # As the papers' systems: nobody is protected from prefills or from a host row's latency.
-        limits = Limits(threads=claim.machine.threads, modes=modes, max_host_tpot=None, max_slowdown=math.inf)
+        known, host = tables(claim.machine, model), host_tokens(claim.machine, model)
+        limits = limits_of(known, claim.machine.threads, host, modes, max_host_tpot=None, max_slowdown=math.inf)
         requests = [replace(request) for request in load]
-        host = host_tokens(claim.machine, model)
-        throughput.append(Server(requests, tables(claim.machine, model), limits, pool, host).run().throughput)
+        throughput.append(Server(requests, known, limits, pool, host).run().throughput)
     return throughput[1] / throughput[0]
 
 

@@ -25,9 +25,10 @@ from math import exp, pi, sin
 from pathlib import Path
 from typing import Any
 
-from bench.machines import MACHINES, MODELS, Machine, host_tokens, tables
+from bench.machines import MACHINES, MODELS, host_tokens, tables
 from sglang_neo.planning.correction import Measured
 from sglang_neo.planning.costs import Corrections, Costs, Mode, Rows, lanes_wait
+from sglang_neo.planning.inequalities import Terms, deferred_slots
 from sglang_neo.planning.planner import Limits, Memory, Place, Prompt, State, StepPlan, after_step, plan
 from sglang_neo.planning.tables import Tables
 
@@ -38,6 +39,9 @@ RESERVED_AT_FIRST, RESERVED_LATER, RESERVED_STEPS = 0.7, 0.098, 600
 
 #: Waiting prompts that the planner is shown.
 SHOWN = 64
+
+#: Requests that run at once at most.
+MOST_ROWS = 1024
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
@@ -125,9 +129,14 @@ NONE = Perturbation(0, 0, 0, 0, 1, (0, 0, 1))
 
 
 class TrueMachine:
-    """What steps really take. ``tables`` are the planner's."""
+    """What steps really take.
 
-    def __init__(self, tables: Tables, threads: int, perturbation: Perturbation, seed: int):
+    Args:
+        tables: the planner's, or those of a machine that was profiled wrongly.
+        slots: that every deferred step has.
+    """
+
+    def __init__(self, tables: Tables, threads: int, perturbation: Perturbation, seed: int, slots: int):
         self._draw = random.Random(seed)
         self._perturbation = perturbation
 
@@ -136,7 +145,7 @@ class TrueMachine:
 
         self.factors = Corrections(factor(), factor(), factor(), factor(), factor())
         self._costs = Costs(tables, threads, self.factors)
-        self._layers = tables.layers
+        self._layers, self._slots = tables.layers, slots
         self._cpu_done = 0.0  # when the CPU has done what was handed over, in deferred mode
         self._per_handoff = 0.0
         self._burst_end = self._next_burst = 0.0
@@ -175,11 +184,11 @@ class TrueMachine:
             wait = max(0.0, cpu - cost.prefill * noise)
             return Measured(device_seconds + wait, wait, cpu)
         if step.mode == "deferred":
-            cost = costs.deferred(device, Rows(step.slots, step.slots * lane_b.mean))
+            cost = costs.deferred(device, self._slots, lane_b)
             device_seconds = cost.device * noise
             # The last layers want what the step before handed over; this step's hand-offs are worked on meanwhile.
             wait = max(0.0, self._cpu_done - (now + device_seconds))
-            cpu = self._layers * costs.cpu_layer(lane_b, together=False) * slower
+            cpu = cost.cpu * slower
             self._cpu_done = max(self._cpu_done, now) + cpu
             self._per_handoff = cpu / self._layers
             return Measured(device_seconds + wait, wait, cpu)
@@ -238,13 +247,14 @@ class Server:
         host_pool: int,
         perturbation: Perturbation = NONE,
         seed: int = 0,
-        most_rows: int = 1024,
+        most_rows: int = MOST_ROWS,
+        truth: Tables | None = None,
     ):
         self.requests = list(requests)
         self._tables, self._limits = known, limits
         self._device_pool, self._host_pool = device_pool, host_pool
         self._most_rows = most_rows
-        self.machine = TrueMachine(known, limits.threads, perturbation, seed)
+        self.machine = TrueMachine(truth or known, limits.threads, perturbation, seed, limits.max_slots)
         self.memory = Memory()
         self._waiting: deque[Request] = deque()
         self._device: list[Request] = []
@@ -553,8 +563,20 @@ def grid(machine: str, model: str, small: bool) -> Iterator[Point]:
                     yield Point(machine, model, prompt, output, load, kv, rows, seed)
 
 
-def _limits(machine: Machine, modes: tuple[Mode, ...], **more: Any) -> Limits:
-    return Limits(threads=machine.threads, modes=modes, **more)
+def usual_slots(known: Tables, threads: int, host_pool: int, most_rows: int = MOST_ROWS) -> int:
+    """Slots of deferred steps as a server has them that is not told how many: ``sglang_neo.hybrid.slots``."""
+    costs, tokens = Costs(known, threads), 1024
+    row = known.layers * costs.cpu_layer(Rows(8, 8 * tokens)) / 8
+    terms = Terms(device_rows=1, linear=costs.linear(1), attention=1e-9, host_rate=1 / row, layers=known.layers)
+    bounds = deferred_slots(terms, most_rows, host_pool / tokens, graph_slots=Limits.host_page)
+    return int(min(bounds.values()))
+
+
+def limits_of(known: Tables, threads: int, host_pool: int, modes: tuple[Mode, ...], **more: Any) -> Limits:
+    """As a server has them; without deferred mode where there is no slot."""
+    slots = usual_slots(known, threads, host_pool)
+    modes = tuple(mode for mode in modes if mode != "deferred" or slots)
+    return Limits(threads, modes, max_slots=slots, **more)
 
 
 def run_point(point: Point, requests: float, perturbation: Perturbation) -> dict[str, Any]:
@@ -565,7 +587,7 @@ def run_point(point: Point, requests: float, perturbation: Perturbation) -> dict
     host = host_tokens(machine, model)
 
     def serve(modes: tuple[Mode, ...], load: list[Request]) -> Outcome:
-        limits = _limits(machine, modes, max_host_tpot=None)
+        limits = limits_of(known, machine.threads, host, modes, max_host_tpot=None)
         return Server(load, known, limits, pool, host, perturbation, point.seed).run()
 
     count = int(requests * point.device_rows) + 64

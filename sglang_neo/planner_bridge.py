@@ -334,9 +334,10 @@ class PlannerBridge:
             half = Rows(host.count - host.count // 2, host.tokens / 2)
             cost = costs.pipelined(device, half, Rows(host.count // 2, host.tokens / 2))
         elif mode == "deferred":
-            slots, seats = self.limits.max_slots, self.limits.max_slots * self.tables.layers
-            cost = costs.deferred(device, Rows(slots, slots * host.mean), min(host.count / seats, 1.0))
-            tokens = device.count + host.count / (self.tables.layers + 1)
+            cohorts = self.tables.layers + 1
+            cohort = Rows(host.count / cohorts, host.tokens / cohorts)
+            cost = costs.deferred(device, self.limits.max_slots, cohort)
+            tokens = device.count + cohort.count
         elif mode == "sync":
             cost = costs.sync(device, host)
         else:

@@ -169,18 +169,19 @@ class Costs:
             cpu=cpu_a + cpu_b,
         )
 
-    def deferred(self, device: Rows, slots: Rows, occupied: float = 1.0) -> StepCost:
+    def deferred(self, device: Rows, slots: float, cohort: Rows) -> StepCost:
         """One batch; in each layer one cohort is handed over and has a whole step until it is waited for.
 
         Args:
-            slots: slot rows of the batch and the KV of as many host rows.
-            occupied: fraction of the slots over all layers in which a row sits.
+            slots: slot rows of the batch: it holds all of them, whether a row sits there or not.
+            cohort: host rows at one layer, on average over the layers; less than one row means layers without any.
         """
         layers = self.tables.layers
-        linear = self.linear(device.count + slots.count)
+        linear = self.linear(device.count + slots)
         attention = self.device_attention(device)
-        overhead = self.tables.step_overhead * self.corrections.overhead + self.handoffs(slots)
-        cpu = layers * occupied * self.cpu_layer(slots, together=False)
+        overhead = self.tables.step_overhead * self.corrections.overhead + self.handoffs(Rows(slots))
+        rows = max(cohort.count, 1)
+        cpu = layers * min(cohort.count, 1) * self.cpu_layer(Rows(rows, rows * cohort.mean), together=False)
         return StepCost(
             linear=linear,
             attention=attention,

@@ -57,7 +57,7 @@ class Limits:
     max_tpot: float | None = None  # seconds per token of a device row
     max_host_tpot: float | None = 0.25  # seconds per token of an ordinary host row; best-effort ones have no bound
     max_lane_rows: int = 256  # host rows in the lanes of one step
-    max_slots: int = 64  # slot rows of a deferred step
+    max_slots: int = 64  # slot rows of a deferred step, all of which it always holds
     lane_beside_prefill: bool = True  # whether host rows can decode in a lane of their own beside a prefill
     max_lag: int = 8  # hand-offs that the CPU may be behind at a launch
     prefill_tokens: int = 8192  # new tokens of one prefill step
@@ -121,7 +121,7 @@ class StepPlan:
     device_rows: int  # that decode
     lane_a: int = 0  # host rows beside the device rows: in lane A, or in the one batch of a sync step
     lane_b: int = 0  # host rows in lane B; both lanes take the first of ``State.host_rows``
-    slots: int = 0  # of a deferred step
+    slots: int = 0  # of a deferred step, that rows may enter
     prefill: tuple[int, ...] = ()  # new tokens of the first waiting prompts
     prefill_to: Place | None = None
     held_up: int = 0  # device rows that wait meanwhile
@@ -343,8 +343,10 @@ class _Menu:
         count = min(self.slots, -(-rows // cohorts))
         entering = min(count, rows / cohorts)  # tokens per step: cohorts may have empty places
         if (cost := self._known.get(("deferred", entering))) is None:
-            cost = self._costs.deferred(self._device, Rows(count, count * self._mean), entering / count)
-            self._known["deferred", entering] = cost
+            cohort = Rows(entering, entering * self._mean)
+            cost = self._known["deferred", entering] = self._costs.deferred(
+                self._device, self._limits.max_slots, cohort
+            )
         tpot = cost.seconds * max(cohorts, rows / count)
         tokens, seats = self._device.count + entering, self.slots * cohorts
         return Choice("deferred", cost, tokens, 0, 0, count, seats, tpot, entering, cohorts)

@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -24,12 +23,12 @@ from bench.simulate import (
     Request,
     Server,
     backlog,
+    limits_of,
     poisson,
     run_point,
     trace,
 )
 from sglang_neo.planning.costs import Mode
-from sglang_neo.planning.planner import Limits
 
 MODEL = "Llama-3.1-70B, 20 layers"
 MACHINE = MACHINES["H200"]
@@ -41,7 +40,7 @@ HOST = 10**6
 def server(
     requests: list[Request], modes: tuple[Mode, ...] = AUTO, perturbation: Perturbation = NONE, **more: object
 ) -> Server:
-    limits = replace(Limits(threads=MACHINE.threads, modes=modes, max_host_tpot=None), **more)  # type: ignore[arg-type]
+    limits = limits_of(TABLES, MACHINE.threads, HOST, modes, max_host_tpot=None, **more)
     return Server(requests, TABLES, limits, POOL, HOST, perturbation, seed=1)
 
 
@@ -84,7 +83,7 @@ def test_no_request_starves_in_either_pool(
     run = Server(
         requests,
         TABLES,
-        Limits(threads=MACHINE.threads, modes=modes, max_host_tpot=bound, patience=256),
+        limits_of(TABLES, MACHINE.threads, HOST, modes, max_host_tpot=bound, patience=256),
         POOL,
         HOST,
         Perturbation(bursts=(0.5, 0.5, 10.0)),
@@ -112,7 +111,7 @@ def test_a_burst_for_the_host_slows_device_rows_by_a_tenth_at_most() -> None:
         """Seconds per token of the device rows'."""
         requests = backlog(8, 440, 260)
         requests += [Request(0.5, prompt, 100, best_effort=True) for _ in range(200)]
-        limits = Limits(MACHINE.threads, modes, max_host_tpot=None, **more)
+        limits = limits_of(TABLES, MACHINE.threads, HOST, modes, max_host_tpot=None, **more)
         outcome = Server(requests, TABLES, limits, POOL, HOST, Perturbation(bursts=(0, 0, 1)), seed).run()
         assert (outcome.host_share > 0.05) == (len(modes) > 1)
         return max(request.tpot or math.inf for request in requests[:8])

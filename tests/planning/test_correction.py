@@ -31,10 +31,12 @@ def test_predictions_come_close_whatever_is_off(linear: float, prefill: float, a
     rows = Rows(8, 8000)
     for step in range(300):
         costs = Costs(TABLES, 8, learnt)
-        cost = costs.prefill(1000, 0) if step % 4 == 0 else costs.deferred(Rows(8 + step % 64, 64_000), rows)
+        cost = (
+            costs.prefill(1000, 0) if step % 4 == 0 else costs.deferred(Rows(8 + step % 64, 64_000), rows.count, rows)
+        )
         learnt = LEARN(learnt, cost, truth(cost, learnt, true))
     costs = Costs(TABLES, 8, learnt)
-    for cost in (costs.prefill(1000, 0), costs.deferred(Rows(40, 64_000), rows)):
+    for cost in (costs.prefill(1000, 0), costs.deferred(Rows(40, 64_000), rows.count, rows)):
         measured = truth(cost, learnt, true)
         assert cost.device == pytest.approx(measured.seconds, rel=0.03)
         assert measured.cpu == pytest.approx(cost.cpu, rel=0.03)

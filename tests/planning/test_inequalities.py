@@ -150,7 +150,7 @@ def test_the_cost_model_gives_the_same_rates_where_the_assumptions_hold(
     if lane_a + lane_b < host:  # full: one row more in either lane and the device waits
         assert lane_a + lane_b + 2 > q.pipelined_host_rows(t) * (1 - 1e-9)
     slots = costs.slots(costs.gpu_only(on_device).seconds, tokens, host)
-    step = costs.deferred(on_device, Rows(slots, slots * tokens))
+    step = costs.deferred(on_device, slots, Rows(slots, slots * tokens))
     assert step.wait == pytest.approx(0, abs=1e-9)
     assert (rows + slots) / step.seconds == pytest.approx(q.deferred_rate(t, slots))
     if slots < host:

@@ -76,6 +76,18 @@ def test_deferred_needs_rows_in_all_cohorts_to_fill_its_slots() -> None:
     assert plan(state(8, 1), only("deferred"), TABLES, FED_UP).mode == "gpu_only", "a hand-off costs more than it gives"
 
 
+def test_a_deferred_step_holds_all_slot_rows_however_few_sit_there() -> None:
+    """What handing over costs the device is that of all slots, what the CPU works that of the rows which are there."""
+    alone = plan(state(8), LIMITS, TABLES, Memory()).cost
+    for max_slots in (4, 40):
+        steps = [plan(state(8, n), only("deferred", max_slots=max_slots), TABLES, FED_UP) for n in (66, 99)]
+        for step, rows in zip(steps, (2, 3), strict=True):
+            assert (step.mode, step.slots, step.tokens) == ("deferred", rows, 8 + rows)
+            handoffs = Costs(TABLES, 8).handoffs(Rows(max_slots))
+            assert step.cost.device == pytest.approx(alone.device + handoffs), (max_slots, rows)
+        assert steps[1].cost.cpu == pytest.approx(1.5 * steps[0].cost.cpu)
+
+
 def test_the_number_of_slots_is_bounded() -> None:
     assert plan(state(8, 3300), only("deferred", max_slots=2), TABLES, FED_UP).slots == 2
 
@@ -161,8 +173,8 @@ def test_what_is_looked_up_once_is_what_would_be_looked_up_anew(
             assert choice.cost == fresh().pipelined(ours, of[choice.lane_a], of[choice.lane_b])
             assert choice.resident == sum(fresh().lanes(ours, mean, LIMITS.max_lane_rows))
         elif choice.mode == "deferred":
-            occupied = choice.host_tokens / choice.slots
-            assert choice.cost == fresh().deferred(ours, of[choice.slots], occupied) and choice.slots <= slots
+            cohort = Rows(choice.host_tokens, choice.host_tokens * mean)
+            assert choice.cost == fresh().deferred(ours, LIMITS.max_slots, cohort) and choice.slots <= slots
             assert choice.resident == slots * choice.cohorts
     assert {choice.mode for choice in could} == {choice.mode for choice in now}
     assert {choice.mode for choice in now} >= ({"gpu_only", "sync", "deferred"} if slots else {"gpu_only", "sync"})
