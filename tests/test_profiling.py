@@ -234,3 +234,28 @@ def test_steps_are_timed_as_they_will_run(runner: Any, monkeypatch: pytest.Monke
     labels = {key.variant_label for key in backend.replays}
     assert {None, "host-rows"} < labels and any((label or "").startswith("lane-b-") for label in labels), labels
     assert all(seconds >= 0 for seconds in handoff.seconds) and lane >= 0
+
+
+@pytest.mark.parametrize("in_lanes", [False, True])
+def test_launching_a_step_with_host_rows_sends_no_lists_to_the_device(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, in_lanes: bool
+) -> None:
+    """They would wait for the step before, and the launch, which is hidden behind it in a server, would count."""
+    trials = Trials(runner)
+    sent: list[int] = []
+    on, forward = trials._on, runner.forward
+    monkeypatch.setattr(trials, "_on", lambda *args: (sent.append(0), on(*args))[1])
+    steps: list[tuple[int, torch.Tensor, list[int]]] = []
+
+    def step(batch: Any) -> Any:
+        lengths = batch.seq_lens.tolist()
+        output = forward(batch)
+        steps.append((len(sent), batch.seq_lens, lengths))
+        return output
+
+    monkeypatch.setattr(runner, "forward", step)
+    with torch.inference_mode():
+        trials.hybrid(2, trials.host_rows(4, 64), in_lanes)
+    assert len(steps) >= 2 and len({made for made, *_ in steps}) == 1
+    assert [lengths for *_, lengths in steps] == [[1, 1, 16, 16, 16, 16]] * len(steps), "each step finds what it should"
+    assert len({tensor.data_ptr() for _, tensor, _ in steps}) == len(steps)

@@ -8,6 +8,7 @@ them, so that all decide alike.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -30,6 +31,16 @@ _TIMEOUT_S = 30.0
 
 class TrialError(RuntimeError):
     """A trial did not work: the machine cannot be measured now."""
+
+
+def _copied(batch: Any) -> Any:
+    """SGLang's ForwardBatch with tensors of its own, copied where they are. One made of lists would not do for a step
+    that is launched ahead: what goes to the device from pageable memory waits for all steps before."""
+    copied = copy.copy(batch)
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            setattr(copied, name, value.clone())
+    return copied
 
 
 class Trials:
@@ -244,10 +255,10 @@ class Trials:
         lanes = lanes_of(batch_of_rows, runner.neo_lane_buckets) if in_lanes else None
         with self._on_device([1] * device_rows) as slots:
             places = torch.cat([*slots, self._on([0] * len(host_rows))])
-            lengths = [1] * device_rows + [row.tokens for row in host_rows]
+            made = self._decode_batch([1] * device_rows + [row.tokens for row in host_rows], places)
 
             def step() -> int:
-                batch = self._decode_batch(lengths, places)  # the step changes it
+                batch = _copied(made)  # the step changes it
                 runner.neo_rows, runner.neo_lanes = rows, lanes
                 runner.forward(batch)
                 launched, runner.neo_launched = runner.neo_launched, None
