@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import heapq
 import json
 import multiprocessing
@@ -19,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import exp, pi, sin
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machines import MACHINES, MODELS, host_tokens, tables
+from sglang_neo.planning import planner
 from sglang_neo.planning.correction import Measured
 from sglang_neo.planning.costs import Corrections, Costs, Mode, Rows, lanes_wait
 from sglang_neo.planning.inequalities import Terms, deferred_slots
@@ -33,6 +36,9 @@ from sglang_neo.planning.planner import Limits, Memory, Place, Prompt, State, St
 from sglang_neo.planning.tables import Tables
 
 TRACES = Path(__file__).parent / "traces"
+
+#: Of the simulator, beside this file.
+GRID_SOURCES = ("simulate.py", "machines.py")
 
 #: SGLang 0.5.17's reservation for the output to come: at first this part of it, after so many decode steps this one.
 RESERVED_AT_FIRST, RESERVED_LATER, RESERVED_STEPS = 0.7, 0.098, 600
@@ -299,7 +305,10 @@ class Server:
         returning = [self._host[i] for i in step.to_device]
         copied = sum(request.kv for request in (*leaving, *returning))
         self._move(leaving, returning)
-        measured = self._prefill(step) if step.prefill else self._decode(step, set(map(id, (*leaving, *returning))))
+        if step.prefill:
+            measured = self._prefill(step)
+        else:
+            step, measured = self._decode(step, set(map(id, (*leaving, *returning))))
         self._now += self._tables.to_host.at(copied) if copied else 0.0
         if measured.seconds > 0 and not copied:
             self._errors.append(abs(step.cost.seconds / measured.seconds - 1))
@@ -338,7 +347,8 @@ class Server:
                 break
             tokens = request.to_prefill
             room = request.prompt + request.produced + self._growth((request,))
-            waiting.append(Prompt(tokens, request.prefilled, room, request.best_effort, request.place))
+            output = request.output - request.produced
+            waiting.append(Prompt(tokens, request.prefilled, room, request.best_effort, request.place, output=output))
         in_flight = self.memory.mode == "deferred"
         if not in_flight:
             self._host.sort(key=lambda request: request.served)
@@ -432,13 +442,14 @@ class Server:
         self._give_token(lane, "host")
         return measured
 
-    def _decode(self, step: StepPlan, moved: set[int]) -> Measured:
+    def _decode(self, step: StepPlan, moved: set[int]) -> tuple[StepPlan, Measured]:
+        """The step as it ran, by which its time is to be judged, and what it took."""
         device = [request for request in self._device if id(request) not in moved]
         host = [request for request in self._host if id(request) not in moved]
         rows = Rows(len(device), sum([request.kv for request in device]))
         self._land_for_lanes(step)
         if step.mode == "deferred":
-            measured, served = self._decode_deferred(step, rows, host)
+            step, measured, served = self._decode_deferred(step, rows, host)
         else:
             lane_b, lane_a = host[: step.lane_b], host[step.lane_b : step.lane_b + step.lane_a]
             served = [*lane_a, *lane_b]
@@ -455,9 +466,11 @@ class Server:
         self._give_token(served, "host")
         step_down = (RESERVED_AT_FIRST - RESERVED_LATER) / RESERVED_STEPS
         self._reserved = max(RESERVED_LATER, self._reserved - step_down)
-        return measured
+        return step, measured
 
-    def _decode_deferred(self, step: StepPlan, device: Rows, host: list[Request]) -> tuple[Measured, list[Request]]:
+    def _decode_deferred(
+        self, step: StepPlan, device: Rows, host: list[Request]
+    ) -> tuple[StepPlan, Measured, list[Request]]:
         """One cohort comes to its token and enters again, with new rows if it has room; all others go on a layer."""
         arriving = [request for request in self._cohorts[0] if request.in_flight]
         for request in arriving:
@@ -476,7 +489,10 @@ class Server:
         self._cohorts.rotate(-1)
         places = len(self._cohorts)
         mean = Rows(self._flying / places, self._flying_tokens / places)
-        return self.machine.run(step, self._now, device, Rows(), mean, 0), arriving
+        costs = Costs(self._tables, self._limits.threads, self.memory.corrections)
+        cost = costs.deferred(device, self._limits.max_slots, mean)
+        ran = replace(step, cost=cost, tokens=device.count + mean.count)
+        return ran, self.machine.run(step, self._now, device, Rows(), mean, 0), arriving
 
     def _give_token(self, requests: Iterable[Request], place: Place) -> None:
         for request in requests:
@@ -617,22 +633,47 @@ def run_point(point: Point, requests: float, perturbation: Perturbation) -> dict
     }
 
 
+def grid_key(requests: float) -> str:
+    """What results of grid points hang on besides the point: the planner, the simulator, and how long runs are."""
+    files = [*sorted(Path(planner.__file__).parent.glob("*.py")), *map(Path(__file__).with_name, GRID_SOURCES)]
+    digest = hashlib.sha256(f"{requests}".encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def kept_points(path: Path, key: str) -> list[dict[str, Any]]:
+    """The points of a file of ``run_grid``, one JSON object a line after the key; begins the file if there is none.
+    Raises ValueError if it is of another planner."""
+    if not path.exists():
+        path.write_text(json.dumps({"key": key}) + "\n")
+        return []
+    head, *lines = path.read_text().splitlines()
+    if json.loads(head)["key"] != key:
+        raise ValueError(f"{path} is of another planner or simulator, or of other runs: begin a new file")
+    return [json.loads(line) for line in lines]
+
+
 def run_grid(args: argparse.Namespace) -> dict[str, Any]:
     points = list(grid(args.machine, args.model, args.small))
     random.Random(0).shuffle(points)  # a run that is cut short has seen a bit of everything
+    results = kept_points(args.keep, grid_key(args.requests)) if args.keep else []
+    done = {result["seed"] for result in results}
+    left = [point for point in points if point.seed not in done]
     end = time.monotonic() + args.time_limit if args.time_limit else float("inf")
     work = partial(run_point, requests=args.requests, perturbation=Perturbation())
-    results: list[dict[str, Any]] = []
-    with multiprocessing.Pool(args.processes) as pool:
-        for result in pool.imap_unordered(work, points):
+    with multiprocessing.Pool(args.processes) as pool, args.keep.open("a") if args.keep else nullcontext() as kept:
+        for result in pool.imap_unordered(work, left):
             results.append(result)
+            if kept is not None:
+                print(json.dumps(result), file=kept, flush=True)
             print(f"\r{len(results)} of {len(points)} points", end="", file=sys.stderr)
             if time.monotonic() > end:
                 pool.terminate()
                 break
     print(file=sys.stderr)
     results.sort(key=lambda result: int(result["seed"]))
-    return {"points": len(points), "grid": results}
+    return {"points": len(points), "requests": args.requests, "grid": results}
 
 
 def main() -> int:
@@ -646,6 +687,9 @@ def main() -> int:
     parser.add_argument("--requests", type=float, default=8, help="per row of the device's pool, and 64 (default 8)")
     parser.add_argument("--time-limit", type=float, help="seconds after which the grid ends with what it has")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--keep", metavar="FILE", type=Path, help="points as they are done; those in it are not run again"
+    )
     parser.add_argument("--json", metavar="FILE", help="where the result goes; - is the standard output")
     args = parser.parse_args()
     from bench import evidence  # which builds on this module

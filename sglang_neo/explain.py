@@ -47,7 +47,7 @@ def explain(tables: Tables, limits: Limits, state: State, corrections: Correctio
     resident = len(state.host_rows)
     mean = sum(state.host_rows) / resident
     choices = compare(state, limits, tables, corrections)
-    best = max(choices, key=lambda choice: choice.rate)
+    best = max(choices, key=lambda choice: choice.worth)
     t = terms(costs, device, mean, resident)
     lines = [
         f"T = {1e3 * t.linear:.2f} ms, t = {1e3 * t.attention:.2f} ms, n = {device.count:.0f}, R = {resident}, "
@@ -59,7 +59,14 @@ def explain(tables: Tables, limits: Limits, state: State, corrections: Correctio
     missing = [mode for mode in limits.modes if mode not in [choice.mode for choice in choices]]
     if missing:
         lines.append(f"not possible: {', '.join(missing)} (no row fits in time, or a bound on latency forbids it)")
-    lines += ["", f"-> {best.mode}", ""]
+    lines += ["", f"-> {best.mode}"]
+    if (fastest := max(choices, key=lambda choice: choice.rate)) is not best:
+        slower, asked = fastest.cost.seconds / choices[0].cost.seconds, fastest.slower
+        lines.append(
+            f"{fastest.mode} is faster, but device rows take {slower:.2f} times as long per token there, "
+            f"which {asked:.2f} times the tokens would be worth"
+        )
+    lines.append("")
     lanes = costs.lanes(device, mean, limits.max_lane_rows)
     rows = q.pipelined_rows(t, resident, resident + state.host_free // max(mean, 1))
     slots = q.deferred_slots(t, resident, resident + state.host_free // max(mean, 1), limits.max_slots)

@@ -168,11 +168,16 @@ class PlannerBridge:
         return prompts
 
     def _prompt(self, req: Any, place: Any) -> Prompt:
-        tokens, past = len(req.origin_input_ids) + len(req.output_ids), len(req.prefix_indices)
+        tokens, past, output = (
+            len(req.origin_input_ids) + len(req.output_ids),
+            len(req.prefix_indices),
+            self._to_come(req),
+        )
         return Prompt(
             tokens=max(tokens - past, 1),
             past=past,
-            room=tokens + self._to_come(req),
+            room=tokens + output,
+            output=output,
             best_effort=self._placement.rank(req) < 0,
             place=place,
         )

@@ -40,6 +40,10 @@ PLANNED_SLOWDOWN = 0.7
 #: prompt whole; and so many tokens at least, for fewer would not keep a GPU busy.
 STEPS_AT_ONCE, LEAST_AT_ONCE = Meter.STEPS_AT_ONCE, Meter.LEAST_AT_ONCE
 
+#: By so much a mode that runs may miss the bound of ordinary host rows before it is left for another: predictions are
+#: not better than that, and to go back and forth costs tokens that are under way.
+BOUND_ERROR = 0.05
+
 #: Host rows in reserve, as a part of those that lanes take in turns. In deferred mode a row without a seat would wait
 #: for long, so the seats are all there are, and as many of them the reserve. A host-bound prefill waits until the
 #: reserve is gone, or until it costs no more than ``PREFILL_WASTE`` beyond what its tokens cost in a full one.
@@ -65,6 +69,7 @@ class Limits:
     host_page: int = 64  # tokens
     max_slowdown: float = 0.10  # of device rows by prefills of host-bound prompts, as a part of their time without
     margin: float = 0.03  # by which the CPU's part must be faster than none
+    tpot_price: float = 0.2  # a mode whose step takes s times as long for device rows must bring s ** this more tokens
     patience: int = 2048  # steps that host rows stand still before they get the next room on the device
     rules: placement.Rules = field(default_factory=placement.Rules)
     guard: GuardRules = field(default_factory=GuardRules)
@@ -90,6 +95,7 @@ class Prompt:
     best_effort: bool = False
     place: Place | None = None  # where its first part went
     host_hit: int = 0  # of ``tokens``, a prefix that host memory holds
+    output: int | None = None  # tokens that it asks for; None: what ``room`` leaves for them
 
 
 @dataclass(frozen=True)
@@ -165,14 +171,20 @@ class Choice(NamedTuple):
     host_tpot: float = 0.0  # seconds
     host_tokens: float = 0.0  # of ``tokens``, those of host rows
     cohorts: int = 1  # steps that a host row's token takes
+    slower: float = 1.0  # times that its step takes for device rows, raised to ``Limits.tpot_price``
 
     @property
     def rate(self) -> float:
         seconds = self.cost.seconds
         return self.tokens / seconds if seconds > 0 else 0.0
 
+    @property
+    def worth(self) -> float:
+        """What modes are chosen by: tokens per second, less for slower device rows."""
+        return self.rate / self.slower
 
-_rate = operator.attrgetter("rate")
+
+_worth = operator.attrgetter("worth")
 
 
 def plan(state: State, limits: Limits, tables: Tables, memory: Memory, admit: bool = True) -> StepPlan:
@@ -186,14 +198,16 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory, admit: bo
     alone = Choice("gpu_only", costs.gpu_only(device), device.count)
     could, now = [alone], [alone]
     if host and (state.host_rows or state.waiting) and not memory.guard.closed:
-        could, now = _choices(state, limits, costs, device, alone)
-    best = max(now, key=_rate)
+        could, now = _choices(state, limits, costs, device, alone, memory.mode)
+    best = max(now, key=_worth)
     current, regret = _held(best, now, memory)
     if len(now) > 1 and alone in (best, current) and _captive(state, limits):
         now = now[1:]
-        current, regret = _held(max(now, key=_rate), now, memory)
-    goal = max(could, key=_rate)
-    pays = goal.mode != "gpu_only" and goal.rate > alone.rate * (1 + limits.margin) and memory.stalled < limits.patience
+        current, regret = _held(max(now, key=_worth), now, memory)
+    goal = max(could, key=_worth)
+    pays = (
+        goal.mode != "gpu_only" and goal.worth > alone.worth * (1 + limits.margin) and memory.stalled < limits.patience
+    )
 
     prompts, place = (
         _admitted(state, limits, costs, memory, goal if pays else alone, bool(leaving)) if admit else ((), None)
@@ -243,14 +257,14 @@ def compare(state: State, limits: Limits, tables: Tables, corrections: Correctio
     alone = Choice("gpu_only", costs.gpu_only(device), device.count)
     if len(limits.modes) == 1 or not state.host_rows:
         return [alone]
-    return _choices(state, limits, costs, device, alone)[1]
+    return _choices(state, limits, costs, device, alone, "gpu_only")[1]
 
 
 # -- mode --------------------------------------------------------------------------------------------------------------
 
 
 def _choices(
-    state: State, limits: Limits, costs: Costs, device: Rows, alone: Choice
+    state: State, limits: Limits, costs: Costs, device: Rows, alone: Choice, running: Mode
 ) -> tuple[list[Choice], list[Choice]]:
     """What could run with waiting requests in host memory too, and what can run now."""
     resident = len(state.host_rows)
@@ -268,9 +282,9 @@ def _choices(
     if ordinary and limits.max_host_tpot and now:
         # If none keeps the bound, the nearest: these rows are there, and standing still would be worse.
         bound = max(limits.max_host_tpot, min([choice.host_tpot for choice in now]))
-        now = [choice for choice in now if choice.host_tpot <= bound]
+        now = [choice for choice in now if choice.host_tpot <= bound * (1 + (choice.mode == running) * BOUND_ERROR)]
     more = min(reachable, max(limits.max_lane_rows, menu.slots * menu.cohorts))  # beyond, nothing changes
-    could = now
+    could, coming = now, 0.0
     if more > resident:
         # The meter may let fewer come than have ended by then: a row in lanes lives for two passes per token, one in
         # deferred mode for a step per layer.
@@ -280,16 +294,43 @@ def _choices(
             could = [choice for choice in could if choice.cost.seconds <= tpot]
     if limits.max_host_tpot and (ordinary or (state.waiting and not state.waiting[0].best_effort)):
         could = [choice for choice in could if choice.host_tpot <= limits.max_host_tpot]
+    if more > resident and could:
+        goal = max(could, key=_worth)
+        now = [choice for choice in now if choice.mode == goal.mode or not _spends(choice, goal, alone, coming)]
     return [alone, *could], [alone, *now]
 
 
+def _spends(choice: Choice, goal: Choice, alone: Choice, coming: float) -> bool:
+    """Whether a mode uses up host rows that another one makes more of.
+
+    If the meter lets tokens of host rows come more slowly than a mode gives them, it is not time that is scarce but
+    they: what counts then is not the tokens per second that a mode has more than gpu_only, but how many of these it has
+    per token of a host row. Lanes have few, for they take as many tokens from device rows as a second pass costs; in
+    deferred mode nearly all are gained. So rows are kept for it, even if lanes would be faster for the moment.
+
+    Args:
+        coming: tokens of host rows that the meter lets come per pass of the device rows.
+    """
+    if goal.worth <= alone.worth or choice.host_tokens * alone.cost.seconds <= coming * choice.cost.seconds:
+        return False
+
+    def gained(of: Choice) -> float:
+        return (of.rate - alone.rate) * of.cost.seconds / of.host_tokens
+
+    return gained(choice) < gained(goal)
+
+
 def _coming_per_pass(state: State, limits: Limits, costs: Costs, alone: Choice) -> float:
-    """Prompts that the meter lets go to the host while one like the first gets all its tokens, at a pass each."""
-    first = state.waiting[0]
+    """Prompts that the meter lets go to the host while one like the first gets all its tokens, at a pass each: so many
+    tokens of host rows come per pass."""
     if not state.device_rows or math.isinf(limits.max_slowdown):
         return 1e9
-    lives = max(first.room - first.tokens - first.past, 1) * alone.cost.seconds
-    takes = costs.prefill(first.tokens, first.past).prefill
+    # One of which a part is in host memory takes no less than it would whole.
+    first = state.waiting[0]
+    tokens, past = (first.tokens, first.past) if first.place is None else (first.tokens + first.past, 0)
+    output = first.room - first.tokens - first.past if first.output is None else first.output
+    lives = max(output, 1) * alone.cost.seconds
+    takes = costs.prefill(tokens, past).prefill
     return PLANNED_SLOWDOWN * limits.max_slowdown * lives / takes if takes > 0 else 1e9
 
 
@@ -301,7 +342,7 @@ class _Menu:
     """
 
     def __init__(self, limits: Limits, costs: Costs, device: Rows, mean: float, alone: float):
-        self._limits, self._costs, self._device, self._mean = limits, costs, device, mean
+        self._limits, self._costs, self._device, self._mean, self._alone = limits, costs, device, mean, alone
         modes = limits.modes
         #: Host rows per lane, and slots, that keep the CPU busy.
         self.lanes = costs.lanes(device, mean, limits.max_lane_rows) if "pipelined" in modes else (0, 0)
@@ -321,12 +362,18 @@ class _Menu:
             found.append(self._deferred(in_slots))
         return found
 
+    def _slower(self, cost: StepCost) -> float:
+        if not self._device.count or self._alone <= 0:
+            return 1.0
+        return float((cost.seconds / self._alone) ** self._limits.tpot_price)
+
     def _sync(self, rows: int) -> Choice:
         count = min(rows, self._limits.max_lane_rows)
         if (cost := self._known.get(("sync", count))) is None:
             cost = self._known["sync", count] = self._costs.sync(self._device, Rows(count, count * self._mean))
         tpot = cost.seconds * max(1, rows / count)
-        return Choice("sync", cost, self._device.count + count, count, 0, 0, count, tpot, count)
+        slower = self._slower(cost)
+        return Choice("sync", cost, self._device.count + count, count, 0, 0, count, tpot, count, 1, slower)
 
     def _pipelined(self, rows: int) -> Choice:
         full, mean = sum(self.lanes), self._mean
@@ -336,7 +383,8 @@ class _Menu:
             cost = self._costs.pipelined(self._device, Rows(lane_a, lane_a * mean), Rows(lane_b, lane_b * mean))
             self._known["pipelined", count] = cost
         tpot = cost.seconds * max(1, rows / count)
-        return Choice("pipelined", cost, self._device.count + count, lane_a, lane_b, 0, full, tpot, count)
+        slower = self._slower(cost)
+        return Choice("pipelined", cost, self._device.count + count, lane_a, lane_b, 0, full, tpot, count, 1, slower)
 
     def _deferred(self, rows: int) -> Choice:
         cohorts = self.cohorts
@@ -349,7 +397,7 @@ class _Menu:
             )
         tpot = cost.seconds * max(cohorts, rows / count)
         tokens, seats = self._device.count + entering, self.slots * cohorts
-        return Choice("deferred", cost, tokens, 0, 0, count, seats, tpot, entering, cohorts)
+        return Choice("deferred", cost, tokens, 0, 0, count, seats, tpot, entering, cohorts, self._slower(cost))
 
 
 def _held(best: Choice, now: Sequence[Choice], memory: Memory) -> tuple[Choice, float]:
@@ -359,11 +407,11 @@ def _held(best: Choice, now: Sequence[Choice], memory: Memory) -> tuple[Choice, 
     A better mode that is cheap to change to need not wait for the best one.
     """
     before = next((choice for choice in now if choice.mode == memory.mode), None)
-    if before is None or before is best or before.rate <= 0:
+    if before is None or before is best or before.worth <= 0:
         return best, 0.0
-    regret = memory.regret + best.rate / before.rate - 1
-    better = [c for c in now if c.rate > before.rate and regret >= _price(before, c)]
-    return (max(better, key=_rate), 0.0) if better else (before, regret)
+    regret = memory.regret + best.worth / before.worth - 1
+    better = [c for c in now if c.worth > before.worth and regret >= _price(before, c)]
+    return (max(better, key=_worth), 0.0) if better else (before, regret)
 
 
 def _price(before: Choice, after: Choice) -> float:

@@ -22,7 +22,9 @@ from sglang_neo.planning.planner import (
     State,
     StepPlan,
     _choices,
+    _coming_per_pass,
     after_step,
+    compare,
     draining_pays,
     load_back_pays,
     plan,
@@ -31,8 +33,8 @@ from sglang_neo.planning.tables import Curve
 from tests.planning.machines import ideal, real
 
 FREE = 10**7
-#: Prompts are taken whole: how they are metered is shown by itself.
-LIMITS = Limits(threads=8, max_host_tpot=None, max_slowdown=math.inf)
+#: Prompts are taken whole, and modes compared by their tokens alone: the meter and the price are shown by themselves.
+LIMITS = Limits(threads=8, max_host_tpot=None, max_slowdown=math.inf, tpot_price=0.0)
 #: With eight device rows of 1,000 tokens every mode pays, given host rows enough.
 TABLES = real(cpu_attention=ideal(cpu_per_token=1e-8).cpu_attention)
 
@@ -160,7 +162,7 @@ def test_what_is_looked_up_once_is_what_would_be_looked_up_anew(
         return Costs(TABLES, LIMITS.threads, shared_tokens=shared)
 
     alone = Choice("gpu_only", fresh().gpu_only(ours), device)
-    could, now = _choices(there, LIMITS, fresh(), ours, alone)
+    could, now = _choices(there, LIMITS, fresh(), ours, alone, "gpu_only")
     seconds = alone.cost.seconds / TABLES.layers
     slots = max(
         n for n in range(LIMITS.max_slots + 1) if fresh().cpu_layer(Rows(n, n * mean), together=False) <= seconds
@@ -178,6 +180,68 @@ def test_what_is_looked_up_once_is_what_would_be_looked_up_anew(
             assert choice.resident == slots * choice.cohorts
     assert {choice.mode for choice in could} == {choice.mode for choice in now}
     assert {choice.mode for choice in now} >= ({"gpu_only", "sync", "deferred"} if slots else {"gpu_only", "sync"})
+
+
+def test_slower_device_rows_have_a_price() -> None:
+    """Two passes bring more tokens per second, of which each device row has half as many: little more is not enough."""
+    alone = plan(state(8), LIMITS, TABLES, Memory())
+    x0 = alone.tokens / alone.cost.seconds
+    gains = {}
+    for host_rows in range(5, 40):
+        step = plan(state(8, host_rows), only("pipelined"), TABLES, FED_UP)
+        if step.mode == "pipelined":
+            gains[host_rows] = step.tokens / step.cost.seconds / x0, step.cost.seconds / alone.cost.seconds
+    assert min(gain for gain, _ in gains.values()) < 1.1
+    for price in (0.2, 0.4):
+        for host_rows, (gain, slower) in gains.items():
+            step = plan(state(8, host_rows), only("pipelined", tpot_price=price), TABLES, FED_UP)
+            assert (step.mode == "pipelined") == (gain > slower**price), (price, host_rows, gain, slower)
+    assert Limits(threads=8).tpot_price == 0.2 and pytest.approx(1.15, abs=1e-2) == 2**0.2
+    nobody = plan(state(0, 5), only("pipelined", tpot_price=5.0), TABLES, FED_UP)
+    assert nobody.mode == "pipelined", "where no device row is, none is slowed down"
+
+
+def test_a_mode_that_uses_up_what_another_makes_more_of_is_not_run_meanwhile() -> None:
+    """Lanes would be faster with the rows there are; but the meter lets so few come that deferred mode makes more of
+    them, once there are enough."""
+    tables = real(cpu_attention=ideal(cpu_per_token=2e-8).cpu_attention)
+    waiting = tuple(Prompt(1000, 0, 1200, best_effort=True, output=200) for _ in range(500))
+    there = state(8, 20, waiting=waiting)
+
+    def mode(there: State, *modes: Mode, **changes: object) -> Mode:
+        return plan(there, only(*modes, max_slots=8, **changes), tables, FED_UP, admit=False).decode_mode
+
+    def rate(mode: Mode) -> float:
+        return next(c.rate for c in compare(there, only(mode, max_slots=8), tables) if c.mode == mode)
+
+    assert rate("pipelined") > 1.3 * rate("deferred"), "with the rows that are there"
+    assert mode(there, "pipelined", "deferred", max_slowdown=0.1) == "deferred"
+    assert mode(there, "pipelined", "deferred") == "pipelined", "where others come at once, nothing is used up"
+    assert mode(replace(there, waiting=()), "pipelined", "deferred", max_slowdown=0.1) == "pipelined", "nor is it kept"
+    assert mode(there, "pipelined", max_slowdown=0.1) == "pipelined", "no mode makes more of them"
+
+
+def test_what_a_prompt_asks_for_says_how_many_live_at_a_time_not_what_is_reserved_for_it() -> None:
+    limits = only("deferred", max_slowdown=0.1)
+
+    def waits(**prompt: object) -> State:
+        waiting = tuple(Prompt(2000, best_effort=True, **prompt) for _ in range(300))  # type: ignore[arg-type]
+        return state(8, 0, waiting=waiting)
+
+    assert plan(waits(room=2010), limits, TABLES, Memory()).prefill_to is None
+    assert plan(waits(room=2010, output=20_000), limits, TABLES, Memory()).prefill_to == "host"
+    assert plan(waits(room=22_000, output=10), limits, TABLES, Memory()).prefill_to is None
+
+
+def test_a_prompt_that_has_begun_counts_as_a_whole_one_for_what_the_meter_lets_come() -> None:
+    costs = Costs(TABLES, 8)
+    alone = Choice("gpu_only", costs.gpu_only(Rows(8, 8000)), 8)
+    limits = replace(LIMITS, max_slowdown=0.1)
+    whole = Prompt(1000, 0, 1200)
+    part = Prompt(100, 900, 1200, place="host")
+    cached = Prompt(100, 900, 1200)
+    coming = [_coming_per_pass(state(8, 0, waiting=(p,)), limits, costs, alone) for p in (whole, part, cached)]
+    assert coming[0] == coming[1] < coming[2]
 
 
 # -- latency ----------------------------------------------------------------------------------------------------------
@@ -200,6 +264,17 @@ def test_ordinary_rows_enter_host_memory_only_within_their_bound_best_effort_one
     step = plan(patient, limits, TABLES, Memory())
     assert step.prefill_to == "host" and len(step.prefill) == 9
     assert plan(there, replace(limits, max_host_tpot=1.0), TABLES, Memory()).prefill_to == "host"
+
+
+def test_a_mode_that_runs_is_not_left_for_a_bound_that_it_hardly_misses() -> None:
+    limits = only("sync", "deferred", max_slots=4, tpot_price=3.0)  # a step that waits for the CPU is worth nothing
+    tpot = compare(state(8, 99), limits, TABLES)[-1].host_tpot
+    for over, held in ((0.99, True), (1.03, True), (1.08, False)):
+        bounded = replace(limits, max_host_tpot=tpot / over)
+        step = plan(state(8, 99), bounded, TABLES, in_mode("deferred", regret=1e9))
+        assert (step.mode == "deferred") == held, over
+        other = plan(state(8, 99), bounded, TABLES, in_mode("gpu_only", regret=1e9))
+        assert (other.mode == "deferred") == (over < 1), "nor begun for one"
 
 
 def test_rows_that_are_there_go_on_even_if_no_mode_keeps_their_bound() -> None:
