@@ -149,9 +149,11 @@ def _ratio(claim: Published, load: Sequence[Request]) -> float:
     pool = claim.device_pool or device_tokens(claim.machine, model)
     throughput = []
     for modes in (claim.modes[:1], claim.modes):
-        # As the papers' systems: nobody is protected from prefills or from a host row's latency.
+        # As the papers' systems: nobody is protected from prefills, from slower steps or from a host row's latency.
         known, host = tables(claim.machine, model), host_tokens(claim.machine, model)
-        limits = limits_of(known, claim.machine.threads, host, modes, max_host_tpot=None, max_slowdown=math.inf)
+        limits = limits_of(
+            known, claim.machine.threads, host, modes, max_host_tpot=None, max_slowdown=math.inf, tpot_price=0.0
+        )
         requests = [replace(request) for request in load]
         throughput.append(Server(requests, known, limits, pool, host).run().throughput)
     return throughput[1] / throughput[0]

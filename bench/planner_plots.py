@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.evidence import published
-from bench.machines import MACHINES, MODELS, device_tokens, tables
+from bench.machines import MACHINES, MODELS, device_tokens, host_tokens, tables
+from bench.simulate import limits_of
 from sglang_neo.planning.costs import MODES, Mode
-from sglang_neo.planning.planner import Limits, State, compare
+from sglang_neo.planning.planner import State, compare
 
 #: A model for each machine that leaves little room beside its weights.
 USUAL = {
@@ -30,16 +31,16 @@ TOKENS = 1000
 
 
 def crossover(machine: str, model: str) -> list[list[tuple[Mode, float]]]:
-    """[host rows][device rows]: the best mode of a decode step and its gain; rows of ``TOKENS`` tokens."""
-    known = tables(MACHINES[machine], MODELS[model])
-    limits = Limits(threads=MACHINES[machine].threads, max_host_tpot=None)
+    """[host rows][device rows]: the mode that a decode step is given and its gain; rows of ``TOKENS`` tokens."""
+    known, host_pool = tables(MACHINES[machine], MODELS[model]), host_tokens(MACHINES[machine], MODELS[model])
+    limits = limits_of(known, MACHINES[machine].threads, host_pool, MODES, max_host_tpot=None)
     grid: list[list[tuple[Mode, float]]] = []
     for host in HOST_ROWS:
         grid.append([])
         for device in DEVICE_ROWS:
             state = State((TOKENS,) * device, (TOKENS,) * host, (), device, 0)
             choices = compare(state, limits, known)
-            best = max(choices, key=lambda choice: choice.rate)
+            best = max(choices, key=lambda choice: choice.worth)
             grid[-1].append((best.mode, best.rate / choices[0].rate))
     return grid
 
@@ -70,7 +71,7 @@ def draw_crossovers(path: Path) -> None:
     last = axes.flat[-1]
     last.axis("off")
     last.legend(handles=[Patch(color=COLOURS[mode], label=mode) for mode in MODES], loc="center", fontsize=11)
-    figure.suptitle(f"Fastest mode of a decode step, rows of {TOKENS} tokens; lines: tokens/s over gpu_only")
+    figure.suptitle(f"Mode of a decode step, rows of {TOKENS} tokens; lines: tokens/s over gpu_only")
     figure.savefig(path, dpi=80)
     plt.close(figure)
 
