@@ -44,6 +44,17 @@ def test_bounds_and_modes_are_heeded(profile: str, capsys: pytest.CaptureFixture
     assert "-> gpu_only" in text and "not possible: pipelined" in text
 
 
+def test_it_says_why_the_fastest_mode_is_not_taken(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With eight host rows lanes are faster by less than device rows of half the speed are worth."""
+    said = []
+    for host_rows in ("9", "40"):
+        args = ["--device-rows", "8", "--host-rows", host_rows, "--best-effort", "--mode", "pipelined"]
+        assert explain.main([profile, *args]) == 0
+        said.append(capsys.readouterr().out)
+    assert "-> gpu_only" in said[0] and "pipelined is faster, but device rows take 1.95 times as long" in said[0]
+    assert "-> pipelined" in said[1] and "is faster, but" not in said[1]
+
+
 def test_the_terms_are_those_of_the_tables() -> None:
     costs = Costs(ideal(32, 10e-3, 1e-7, 1e-8), 8)
     t = explain.terms(costs, Rows(8, 8000), 1000, 100)
