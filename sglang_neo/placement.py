@@ -49,7 +49,7 @@ class Placement:
         self.all_on_host = scheduler.server_args.neo_mode == "symmetric" and self._manager.has_host
         self.meter = Meter(scheduler.server_args.neo_host_prefill_rate)
         #: The first waiting request when the host had no room for it, and the tokens that it had.
-        self._refused: tuple[str, int] | None = None
+        self._refused: tuple[Any, int] | None = None
 
     def begin_step(self, last_batch: Any) -> None:
         """``last_batch``: SGLang's, the step launched before."""
@@ -95,7 +95,7 @@ class Placement:
         if not self.all_on_host or not self._open or scheduler.chunked_req is not None:
             return True
         queue = scheduler.waiting_queue
-        refused = self._refused is not None and bool(queue) and queue[0].rid == self._refused[0]
+        refused = self._refused is not None and bool(queue) and queue[0] is self._refused[0]
         return refused and not self._manager.host_rows()
 
     def host_takes_prompts(self, batch: Any) -> bool:
@@ -111,7 +111,7 @@ class Placement:
         if self._refused is None:
             return True
         first, available = self._refused
-        return scheduler.waiting_queue[0].rid != first or self._manager.host_available() > available
+        return scheduler.waiting_queue[0] is not first or self._manager.host_available() > available
 
     def host_prefill_is_due(self, batch: Any) -> bool:
         """Whether a prefill to the host would not hold up the device rows of ``batch`` more than it may."""
@@ -138,7 +138,7 @@ class Placement:
                 self._manager.disown_device(req)
             self.meter.computed(batch.extend_num_tokens)
         elif self._scheduler.waiting_queue:
-            self._refused = (self._scheduler.waiting_queue[0].rid, self._manager.host_available())
+            self._refused = (self._scheduler.waiting_queue[0], self._manager.host_available())
 
     # -- to the host ------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ which SGLang relays the next token's id. Its KV stands in a ``HostRow``.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -136,7 +137,8 @@ class NeoTokenManager:
         self._transfer: Any = None
         self._steps: Steps | None = None
         self._cache: HostRadixCache | None = None
-        self._rows: dict[str, HostRow] = {}
+        #: By request, not by its id: clients choose ids, and SGLang lets two that run at once have the same.
+        self._rows: dict[Any, HostRow] = {}
         self.migrations = Migrations()
         #: Tokens of prompts computed straight into host memory, since the start.
         self.prefilled_tokens = 0
@@ -213,8 +215,8 @@ class NeoTokenManager:
     def host_cache_counters(self) -> HostCacheCounters:
         return self._cache.counters if self._cache is not None else HostCacheCounters()
 
-    def host_rows(self) -> Mapping[str, HostRow]:
-        """By request id; a view, not a copy: it is asked for in every step."""
+    def host_rows(self) -> Mapping[Any, HostRow]:
+        """By request; a view, not a copy: it is asked for in every step."""
         return MappingProxyType(self._rows)
 
     def host_tokens(self) -> int:
@@ -257,7 +259,7 @@ class NeoTokenManager:
         # Frees what the tree does not hold, and unlocks the rest; see release_kv_cache in SGLang's mem_cache/common.py.
         tree_cache.cache_finished_req(req, is_insert=False, kv_len_to_handle=tokens)
         self._forget_device(req, req_to_token_pool)
-        req.neo_host_row = self._rows[req.rid] = row
+        req.neo_host_row = self._rows[req] = row
         req.skip_radix_cache_insert = True
         self.migrations.to_host += 1
         self.migrations.to_host_tokens += tokens
@@ -333,7 +335,7 @@ class NeoTokenManager:
                 self._cache.counters.hit_tokens += len(found.pages) * self._page_tokens
                 if found.on_device:
                     device_prefix = req.prefix_indices
-            req.neo_host_row = self._rows[req.rid] = row
+            req.neo_host_row = self._rows[req] = row
             req.skip_radix_cache_insert = True
             req.last_node, req.neo_host_prefix = None, None
         end = req.extend_range.end
@@ -414,7 +416,7 @@ class NeoTokenManager:
             row.arrival.synchronize()
         self._pages.free(row.own_pages, epoch=self._steps.launched_epoch)
         self._unlock(row)
-        del self._rows[req.rid]
+        del self._rows[req]
         req.neo_host_row = None
 
     # -- prefixes on the host ---------------------------------------------------------------------------------
@@ -556,7 +558,9 @@ class NeoTokenManager:
         Copies the device's free list to the host: for tests and debugging, not for a hot path.
         """
         if self._pages is not None:
-            owned: dict[object, list[int]] = {rid: row.own_pages for rid, row in self._rows.items()}
+            owned: dict[object, list[int]] = defaultdict(list)
+            for req, row in self._rows.items():
+                owned[req.rid] += row.own_pages
             if self._cache is not None:
                 owned["the radix cache"] = self._cache.pages()
                 cached = len(owned["the radix cache"]) * self._page_tokens
@@ -564,9 +568,9 @@ class NeoTokenManager:
                     f"{cached} tokens in the host radix cache, {self.host_cached()} counted"
                 )
             self._pages.audit(owned)
-            for rid, row in self._rows.items():
+            for req, row in self._rows.items():
                 held = len(row.pages) * self._page_tokens
-                assert held - self._page_tokens <= row.tokens <= held, f"{rid}: {row.tokens} tokens in {held} slots"
+                assert held - self._page_tokens <= row.tokens <= held, f"{req.rid}: {row.tokens} tokens in {held} slots"
         a = self._allocator
         if not a.is_not_in_free_group:
             return  # frees are being collected: the list is complete only at the group's end

@@ -125,7 +125,7 @@ def test_requests_come_back_when_the_device_has_room(tiny: Tiny, alone: Any) -> 
 
     def watch(scheduler: Any, step: int) -> None:
         scheduler.token_manager.audit()
-        seen.append("z-long" in scheduler.token_manager.host_rows())
+        seen.append("z-long" in [req.rid for req in scheduler.token_manager.host_rows()])
 
     with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, max_running_requests=16) as scheduler:
         got = scheduler.run(requests, watch)

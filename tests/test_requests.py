@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.harness.exact import assert_exact
-from tests.harness.inprocess import InProcessScheduler, Request
+from tests.harness.inprocess import InProcessScheduler, Request, tokenized
 from tests.harness.traffic import random_prompt, tokens
 from tests.test_scenarios import in_modes
 
@@ -117,6 +117,31 @@ def test_requests_that_run_too_long_are_ended(tiny: Tiny, mode: dict[str, Any]) 
         )
     assert {result.finish for result in got.values()} == {"abort"}
     assert all(len(result.tokens) < 900 for result in got.values())
+
+
+@in_modes("deferred")
+def test_requests_that_share_an_id(tiny: Tiny, alone: Any, mode: dict[str, Any]) -> None:
+    """Clients choose ids, and with several tokenizers nobody sees that two are the same."""
+    requests = crowd(4, count=4)
+    seen: dict[Any, None] = {}  # in their order
+    together = [0]
+
+    def again(scheduler: Any, step: int) -> None:
+        scheduler.token_manager.audit()
+        if step == 10:
+            assert len(scheduler.token_manager.host_rows()) == 4
+            scheduler.process_input_requests([tokenized(request) for request in requests])
+        seen.update(dict.fromkeys(scheduler.running_batch.reqs))
+        together[0] = max(together[0], len(scheduler.token_manager.host_rows()))
+
+    with InProcessScheduler("neo", tiny("llama"), **ON_HOST, **mode) as scheduler:
+        scheduler.run(requests, again)
+        check_all_on_host(scheduler)
+    expected = alone("llama", requests)
+    assert len(seen) == 2 * len(requests) and together[0] > len(requests)
+    for turn in range(2):
+        got = {req.rid: list(req.output_ids) for req in (seen if turn else reversed(seen))}
+        assert_exact(expected, got)
 
 
 @in_modes("sync")

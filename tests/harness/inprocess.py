@@ -250,7 +250,7 @@ class InProcessScheduler:
                 on_step(scheduler, step)
             received: list[Any] = []
             while arrivals and arrivals[0].arrive <= step:
-                received.append(_tokenized(arrivals.pop(0)))
+                received.append(tokenized(arrivals.pop(0)))
             while aborts and (aborts[0].abort or 0) <= step:
                 received.append(_abort(aborts.pop(0).name))
             if not (received or arrivals or aborts) and scheduler.is_fully_idle():
@@ -301,7 +301,8 @@ class InProcessScheduler:
             assert manager.host_cached() == manager.host_evictable(), "a finished request still holds cached host KV"
 
 
-def _tokenized(request: Request) -> Any:
+def tokenized(request: Request) -> Any:
+    """As SGLang's tokenizer hands it to the scheduler."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
