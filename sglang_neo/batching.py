@@ -101,6 +101,16 @@ def alloc_for_host_extend(batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Ten
     )
 
 
+def host_rows_to_decode(batch: ScheduleBatch) -> list[int]:
+    """Indices of the host rows of a running batch that is about to decode beside a prefill. SGLang filters it before
+    a decode step only, and a request that wants no token has a decode step in none."""
+    return [
+        i
+        for i, req in enumerate(batch.reqs)
+        if host_row(req) is not None and not (req.finished() or req.is_retracted or req.is_prefill_only)
+    ]
+
+
 class NeoScheduleBatch(ScheduleBatch):
     """A decode batch whose rows may be host rows."""
 

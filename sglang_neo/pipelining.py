@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_neo.batching import NeoScheduleBatch
+from sglang_neo.batching import NeoScheduleBatch, host_rows_to_decode
 from sglang_neo.hybrid.pipelined import Lanes, PipelinedAttention
 from sglang_neo.planning.lanes import LaneLimits, riding, second_lane
 from sglang_neo.planning.pace import Pace
@@ -190,11 +190,7 @@ class Pipelining:
         """Host rows of the running batch as a decode step of their own; None if there are none, or they have no room
         for a token."""
         planned, prefill.neo_beside = getattr(prefill, "neo_beside", None), None
-        on_host = [
-            i
-            for i, req in enumerate(running.reqs)
-            if host_row(req) is not None and not req.finished() and not req.is_retracted
-        ]
+        on_host = host_rows_to_decode(running)
         if planned is not None:
             chosen = [i for i in on_host if any(running.reqs[i] is req for req in planned)]
         else:

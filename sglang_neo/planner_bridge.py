@@ -19,7 +19,7 @@ from typing import Any
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_neo.batching import NeoScheduleBatch
+from sglang_neo.batching import NeoScheduleBatch, host_rows_to_decode
 from sglang_neo.deferral import Deferral
 from sglang_neo.hybrid.host_attention import HostAttention
 from sglang_neo.hybrid.pipelined import Lanes, PipelinedAttention
@@ -384,11 +384,7 @@ class PlannerBridge:
         there = "pipelined" in limits.modes and limits.lane_beside_prefill and not self._placement.paused
         if not there or planned is None or (self._deferral is not None and any(True for _ in self._deferral.riders())):
             return (), alone
-        on_host = [
-            i
-            for i, req in enumerate(running.reqs)
-            if host_row(req) is not None and not req.finished() and not req.is_retracted
-        ]
+        on_host = host_rows_to_decode(running)
         if not on_host:
             return (), alone
         rows, cost = 0, alone

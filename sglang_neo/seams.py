@@ -176,6 +176,12 @@ SEAMS = (
         "an aborted row in mid-token ends at once",
     ),
     Seam(
+        "sglang.srt.managers.schedule_batch",
+        "Req.is_prefill_only",
+        (),
+        "who wants no token does not decode beside a prefill",
+    ),
+    Seam(
         "sglang.srt.managers.scheduler_components.output_streamer",
         "SchedulerOutputStreamer.stream_output",
         ("self", "reqs", "return_logprob"),

@@ -98,6 +98,24 @@ def test_sampling_beside_prefills(tiny: Tiny) -> None:
         torch.testing.assert_close(torch.tensor(got[name].logprobs), torch.tensor(result.logprobs), rtol=0, atol=1e-3)
 
 
+def test_requests_for_no_token_at_all(tiny: Tiny) -> None:
+    """``max_new_tokens=0``, to score a prompt: SGLang has no decode step for them, and we none beside a prefill."""
+    rng = random.Random(4)
+    requests = [
+        Request(f"r{i}", random_prompt(rng, 40), 12 if i == 4 else 0, arrive=i, input_logprobs=True) for i in range(8)
+    ]
+    with InProcessScheduler("plain", tiny("llama"), max_total_tokens=4096) as scheduler:
+        expected = scheduler.run(requests)
+    all_on_host = OPTIONS | {"max_total_tokens": 16, "neo_host_kv_size": 0.01}
+    with InProcessScheduler("neo", tiny("llama"), **all_on_host) as scheduler:
+        got = scheduler.run(requests)
+        assert scheduler.scheduler.neo_metrics.counters.steps["pipelined_prefill"] == 3, "r4's"
+    assert got["r4"].tokens == expected["r4"].tokens
+    for name, result in expected.items():
+        mine, its = torch.tensor(got[name].input_logprobs), torch.tensor(result.input_logprobs)
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-3)
+
+
 def test_host_rows_do_not_wait_for_prompts(tiny: Tiny, alone: Any) -> None:
     """A prompt in many chunks comes while one row decodes: it gets a token in every one of those steps."""
     rng = random.Random(3)
