@@ -38,6 +38,8 @@ from bench.servers import NEO, PLAIN, Server, ServerPool, ServerSpec
 from bench.serving import report, selftest, workloads
 from bench.serving.client import run as run_workload
 from bench.serving.measures import measure
+from cpu_kernels.cores import claimed_cores, keep_off
+from sglang_neo.affinity import worth_it
 
 #: Minutes on two cores with the small model that `make setup` converts.
 SMALL = (
@@ -110,6 +112,20 @@ class Servers:
 
     def close(self) -> None:
         self._stack.close()
+
+
+@contextlib.contextmanager
+def _out_of_the_way() -> Iterator[None]:
+    """The client keeps off the cores that a server's CPU attention threads have claimed, where two are left for others:
+    elsewhere it would have a machine of its own."""
+    before = os.sched_getaffinity(0)
+    claimed = set(claimed_cores()) & before
+    if worth_it(len(before), len(claimed), ranks=1):
+        keep_off(claimed, [os.getpid()])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _argument_parser() -> argparse.ArgumentParser:
@@ -198,7 +214,7 @@ def serve(args: argparse.Namespace, flags: Sequence[str]) -> int:
             for one in variants if round_ % 2 == 0 else variants[::-1]:
                 if time.monotonic() >= deadline:
                     break
-                with servers.of(one) as server:
+                with servers.of(one) as server, _out_of_the_way():
                     for workload in warm_up:
                         run_workload(server.url, workload, args.timeout, sample_every_s=0)
                     for workload in chosen:

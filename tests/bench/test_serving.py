@@ -372,3 +372,17 @@ def test_the_whole_driver(tiny: Callable[..., Path], tmp_path: Path, capfd: pyte
     host = runs["neo:sync", "backlog"]["measures"]
     assert host["host"]["requests"] + host["device"]["requests"] == 8 and host["host"]["tpot_s"]["p50"] > 0
     assert "x1.000" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_the_client_keeps_off_cores_that_servers_have_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    claimed = min(before)
+    monkeypatch.setattr(serving, "claimed_cores", lambda: {claimed: 1})
+    monkeypatch.setattr(serving, "worth_it", lambda usable, workers, ranks: True)
+    with serving._out_of_the_way():
+        assert os.sched_getaffinity(0) == before - {claimed}
+    assert os.sched_getaffinity(0) == before
+    monkeypatch.setattr(serving, "worth_it", lambda usable, workers, ranks: False)
+    with serving._out_of_the_way():
+        assert os.sched_getaffinity(0) == before
