@@ -214,9 +214,9 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory, admit: bo
         _admitted(state, limits, costs, memory, goal if pays else alone, bool(leaving)) if admit else ((), None)
     )
     overtaken = 0
-    if admit and not leaving and state.waiting and state.waiting[0].place == "host":
-        if others := _overtaking(state, limits, blocked=bool(state.host_rows) and not pays):
-            prompts, place, overtaken = others, "device", 1
+    in_chunks = admit and not leaving and state.waiting and state.waiting[0].place == "host"
+    if in_chunks and (others := _overtaking(state, limits, blocked=bool(state.host_rows) and not pays)):
+        prompts, place, overtaken = others, "device", 1
     if prompts:
         assert place is not None
         if current.mode == memory.mode:
@@ -537,8 +537,8 @@ def _admitted(
 
 
 def _overtaking(state: State, limits: Limits, blocked: bool) -> tuple[Prompt, ...]:
-    """Prompts for the device behind one that goes to the host in chunks, of which the next may have to wait: they do not
-    wait with it."""
+    """Prompts for the device behind one that goes to the host in chunks, of which the next may have to wait: they do
+    not wait with it."""
     free, tokens = state.device_free - state.device_reserved, 0
     prompts: list[Prompt] = []
     for prompt in state.waiting[1:]:
