@@ -494,10 +494,17 @@ class NeoTpModelWorker(TpModelWorker):
         return Beside(forward_batch, rows)
 
     def get_worker_info(self) -> tuple[Any, ...]:
-        """SGLang's, where the longest request is the longest that fits either pool."""
+        """SGLang's, where the longest request is the longest that fits either pool.
+
+        And the longest prompt is one that admission takes: SGLang accepts some that need the pool's last page, which
+        it never admits (``PrefillAdder.add_one_req`` wants a page beside the prompt), and all that wait stand behind.
+        """
         info = list(super().get_worker_info())
         manager = self.model_runner.token_to_kv_pool_allocator.token_manager
+        on_device, on_host = info[0] - manager.device_page_tokens, 0
         if manager.has_host:
-            info[4] = min(self.model_config.context_len - 1, max(info[4], manager.longest_host_request))
-            info[5] = info[4] - 5  # SGLang's margin
+            on_host = manager.longest_host_request
+            info[4] = min(self.model_config.context_len - 1, max(info[4], on_host))
+        margin = 5  # SGLang's
+        info[5] = min(info[4] - margin, max(on_device, on_host - margin))
         return tuple(info)

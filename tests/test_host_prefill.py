@@ -140,6 +140,20 @@ def test_a_prompt_too_long_for_both_gets_sglangs_error(tiny: Tiny) -> None:
     assert got["fits"].finish == "length" and got["long"].finish == "abort"
 
 
+@pytest.mark.parametrize("host_pages", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_no_accepted_prompt_waits_for_ever(tiny: Tiny, host_pages: int) -> None:
+    """Lengths up to the longest that is accepted: plain SGLang never admits those that need the last of its pages."""
+    options = {"page_size": 64, "max_total_tokens": 256, "neo_host_kv_size": host_tokens(64 * host_pages)}
+    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
+        longest = scheduler.scheduler.max_req_input_len
+        requests = [
+            Request(f"r{length}", random_prompt(random.Random(length), length), 3, arrive=length)
+            for length in (*range(longest - 66, longest - 1, 16), longest - 1, longest)
+        ]
+        got = scheduler.run(requests)
+    assert [name for name, result in got.items() if result.finish == "abort"] == [f"r{longest}"]
+
+
 def test_the_staging_region_limits_prompts_on_the_host(tiny: Tiny, alone: Alone) -> None:
     rng = random.Random(6)
     options = {"max_total_tokens": 128, "neo_host_prompt_tokens": 300}
