@@ -2,8 +2,8 @@
 
 One of our schedulers in this process, in mode auto and without sockets, serves a backlog that its device pool is too
 small for. In the second of three phases, processes that do nothing but run are pinned to the workers' cores. Told are,
-for each phase, decode steps, those with the CPU among them, and steps per second; and after how many steps with the CPU
-the fail-safe left it out.
+for each phase, decode steps, those with the CPU among them, and output tokens per second; after how many steps with the
+CPU the fail-safe left it out; and the same in mode gpu-only, with the same cores burned, and the ratio of both.
 
 Exit codes: 0; 1 if the CPU took no part in the first phase, in more than 10 steps of the second, or in none of the
 third; 2: bad input.
@@ -35,8 +35,9 @@ def _burn(core: int) -> None:
 class Phases:
     """``on_step``: counts by phase; burns in the second."""
 
-    def __init__(self, seconds: float, per_core: int):
-        self._seconds, self._per_core = seconds, per_core
+    def __init__(self, seconds: float, cores: list[int]):
+        self._seconds, self._cores = seconds, cores
+        self._reqs: dict[Any, None] = {}
         self._begin = 0.0
         self._burning: list[Any] = []
         self.phases: list[dict[str, float]] = []
@@ -50,22 +51,22 @@ class Phases:
         phase = min(int((now - self._begin) / self._seconds), 2)
         steps, planner = scheduler.neo_metrics.counters.steps, scheduler.planner
         with_cpu = sum(steps.values()) - steps["gpu_only"]
-        tokens = sum(len(req.output_ids) for req in scheduler.running_batch.reqs)
+        self._reqs.update(dict.fromkeys(scheduler.running_batch.reqs))
+        tokens = sum(len(req.output_ids) for req in self._reqs)
         if phase >= len(self.phases):
             self.phases.append({"begin": now, "with_cpu": with_cpu, "all": sum(steps.values()), "tokens": tokens})
             if phase == 1:
                 self._at_begin = with_cpu
-                self._start(scheduler.placement.attention.workers)
+                self._start()
             if phase == 2:
                 self.stop()
-        if phase == 1 and self.steps_until_left_out is None and planner.memory.guard.closed:
+        if phase == 1 and planner is not None and self.steps_until_left_out is None and planner.memory.guard.closed:
             self.steps_until_left_out = with_cpu - self._at_begin
         self.last = {"begin": now, "with_cpu": with_cpu, "all": sum(steps.values()), "tokens": tokens}
 
-    def _start(self, workers: Any) -> None:
-        cores = list(workers.cores) or [-1] * workers.threads
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        for core in cores * self._per_core:
+        for core in self._cores:
             process = context.Process(target=_burn, args=(core,), daemon=True)
             process.start()
             self._burning.append(process)
@@ -75,6 +76,21 @@ class Phases:
             process.kill()
             process.join()
         self._burning.clear()
+
+
+def _rates(phases: Phases) -> list[dict[str, float]]:
+    found = []
+    for begin, end in zip(phases.phases, [*phases.phases[1:], phases.last], strict=True):
+        seconds = end["begin"] - begin["begin"]
+        found.append(
+            {
+                "seconds": seconds,
+                "steps": end["all"] - begin["all"],
+                "steps_with_cpu": end["with_cpu"] - begin["with_cpu"],
+                "tokens_per_second": (end["tokens"] - begin["tokens"]) / seconds if seconds else 0.0,
+            }
+        )
+    return found
 
 
 def main() -> int:
@@ -98,34 +114,38 @@ def main() -> int:
     options: dict[str, Any] = {
         "device": args.device,
         "dtype": args.dtype,
-        "neo_mode": "auto",
         "max_total_tokens": args.pool,
         "max_running_requests": args.rows + 4,
-        "neo_host_kv_size": args.host_gb,
         "log_level": "info",
     }
-    phases = Phases(args.phase, args.per_core)
-    with InProcessScheduler("neo", args.model, **options) as scheduler:
-        try:
-            scheduler.run(requests(args.rows, args.tokens, args.answer, args.vocabulary, 1), phases)
-        finally:
-            phases.stop()
-        report = scheduler.scheduler.planner.report()
-    found = []
-    for begin, end in zip(phases.phases, [*phases.phases[1:], phases.last], strict=True):
-        seconds = end["begin"] - begin["begin"]
-        found.append(
-            {
-                "seconds": seconds,
-                "steps": end["all"] - begin["all"],
-                "steps_with_cpu": end["with_cpu"] - begin["with_cpu"],
-                "steps_per_second": (end["all"] - begin["all"]) / seconds if seconds else 0.0,
-            }
-        )
+
+    def run(**more: Any) -> tuple[Phases, Any]:
+        """Phases of one scheduler, and what its planner says at the end. The cores are those of the first one's
+        workers."""
+        with InProcessScheduler("neo", args.model, **options, **more) as scheduler:
+            if (attention := scheduler.scheduler.placement.attention) is not None:
+                workers = attention.workers
+                cores[:] = (list(workers.cores) or [-1] * workers.threads) * args.per_core
+            phases = Phases(args.phase, cores)
+            try:
+                scheduler.run(requests(args.rows, args.tokens, args.answer, args.vocabulary, 1), phases)
+            finally:
+                phases.stop()
+            planner = scheduler.scheduler.planner
+            return phases, planner.report() if planner is not None else None
+
+    cores: list[int] = []
+    phases, report = run(neo_mode="auto", neo_host_kv_size=args.host_gb)
+    plain, _ = run(neo_mode="gpu-only")
+    found, alone = _rates(phases), _rates(plain)
     record = {
         **provenance(),
         "arguments": {name: str(value) for name, value in vars(args).items()},
         "phases": found,
+        "gpu_only_phases": alone,
+        "tokens_per_second_over_gpu_only": [
+            mine["tokens_per_second"] / its["tokens_per_second"] for mine, its in zip(found, alone, strict=False)
+        ],
         "steps_with_cpu_until_left_out": phases.steps_until_left_out,
         "counters": report["counters"],
         "corrections": report["corrections"],

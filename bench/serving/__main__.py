@@ -41,13 +41,13 @@ from bench.serving.measures import measure
 from cpu_kernels.cores import claimed_cores, keep_off
 from sglang_neo.affinity import worth_it
 
-#: Minutes on two cores with the small model that `make setup` converts.
+#: Minutes on two cores with the small model that `make setup` converts, also where others keep them busy.
 SMALL = (
-    "backlog:prompt=64,output=48,count=12,concurrency=12",
-    "backlog:prompt=32,output=32,count=12,concurrency=6",
-    "sweep:rates=0.5/1.5,prompt=64,output=32,count=10",
-    "prefixes:prefixes=2,prefix=96,suffix=16,output=16,count=8",
-    "chat:users=3,turns=2,prompt=32,output=16",
+    "backlog:prompt=64,output=32,count=10,concurrency=10",
+    "backlog:prompt=32,output=24,count=8,concurrency=4",
+    "sweep:rates=0.5/1.5,prompt=64,output=16,count=6",
+    "prefixes:prefixes=2,prefix=96,suffix=16,output=8,count=6",
+    "chat:users=2,turns=2,prompt=32,output=12",
 )
 #: The full set, for a GPU.
 FULL = (
