@@ -12,8 +12,8 @@ from cpu_kernels.attention import HostPool, Plan, Tuning
 from cpu_kernels.probe import Memory
 
 PAGE = 64
-#: What a run of tokens of one KV head, and an item, costs before its first token, as a number of tokens: a little more
-#: than was measured (docs/kernels.md).
+#: What a run of tokens of one KV head, and an item, costs before its first token, as a number of tokens: about what was
+#: measured (docs/kernels.md).
 RUN_COST = ITEM_COST = 16
 
 
@@ -83,7 +83,7 @@ def test_a_slow_worker_is_evened_out(memory: Memory, kv_heads: int) -> None:
 
 
 def test_small_work_is_cut_into_few_items(memory: Memory) -> None:
-    """A cut costs about as much as 16 tokens: where there is little to read, each worker gets one item."""
+    """Cuts are not free: where there is little to read, each worker gets one item."""
     assert len(shares(memory, [1000] * 4, 1, 13)) == 13
     assert len(shares(memory, [1000] * 8, 8, 13)) <= 6 * 13
     assert len(shares(memory, [1000] * 8, 8, 1)) == 1
