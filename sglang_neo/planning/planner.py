@@ -130,7 +130,6 @@ class StepPlan:
     slots: int = 0  # of a deferred step, that rows may enter
     prefill: tuple[int, ...] = ()  # new tokens of the first waiting prompts
     prefill_to: Place | None = None
-    overtaken: int = 0  # waiting prompts before those
     held_up: int = 0  # device rows that wait meanwhile
     load_back: bool = False  # whether the first prompt's host hit is copied to the device instead of computed again
     to_host: tuple[int, ...] = ()  # indices into ``State.device_rows``
@@ -213,17 +212,12 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory, admit: bo
     prompts, place = (
         _admitted(state, limits, costs, memory, goal if pays else alone, bool(leaving)) if admit else ((), None)
     )
-    overtaken = 0
-    in_chunks = admit and not leaving and state.waiting and state.waiting[0].place == "host"
-    if in_chunks and (others := _overtaking(state, limits, blocked=bool(state.host_rows) and not pays)):
-        prompts, place, overtaken = others, "device", 1
     if prompts:
         assert place is not None
         if current.mode == memory.mode:
             regret = memory.regret  # nothing is lost in a prefill, whatever mode decode steps have
         open_to_cpu = not memory.guard.closed and state.cpu_lag <= limits.max_lag
-        step = _prefill(state, limits, costs, current, regret, open_to_cpu, prompts, place)
-        return replace(step, overtaken=overtaken) if overtaken else step
+        return _prefill(state, limits, costs, current, regret, open_to_cpu, prompts, place)
     returning: tuple[int, ...] = ()
     # If others wait, the room goes to somebody at once: to the host rows, who came first, unless they do well there.
     settled = memory.steps_since_departure >= limits.rules.cooldown_steps
@@ -534,20 +528,6 @@ def _admitted(
         if few and costs.prefill(tokens, 0).seconds > (1 + PREFILL_WASTE) * whole * tokens:
             return (), None
     return tuple(prompts), place
-
-
-def _overtaking(state: State, limits: Limits, blocked: bool) -> tuple[Prompt, ...]:
-    """Prompts for the device behind one that goes to the host in chunks, of which the next may have to wait: they do
-    not wait with it."""
-    free, tokens = state.device_free - state.device_reserved, 0
-    prompts: list[Prompt] = []
-    for prompt in state.waiting[1:]:
-        if tokens >= limits.prefill_tokens or (prompt.place is None and (blocked or prompt.room > free)):
-            break
-        free -= prompt.room
-        tokens += prompt.tokens
-        prompts.append(prompt)
-    return tuple(prompts)
 
 
 def _host_prefill_tokens(state: State, limits: Limits, costs: Costs) -> int:
