@@ -20,9 +20,13 @@ class GuardRules:
     #: Decode steps with the CPU after which it is left out to compare, and for how many steps then.
     probe_every: int = 384
     probe_steps: int = 4
+    #: Seconds of such steps after which it is too, and the fewest that say anything: a slow step is dear.
+    probe_after_s: float = 10.0
+    probe_least: int = 16
     #: The CPU's part must give so much of gpu_only's rate; below that twice in a row it is left out.
     least_ratio: float = 0.99
-    #: A step is late if the device waited longer than twice the planned wait and this fraction of its own work.
+    #: A step is late if the device waited longer than twice the planned wait and this fraction of its own work, planned
+    #: or measured: a table may be wrong either way.
     late_fraction: float = 0.5
     #: So many late steps in a row, and the CPU gets no more work. Far below 10, the most that a user should notice.
     late_steps: int = 3
@@ -39,7 +43,7 @@ class Guard:
 
     Attributes:
         rate: tokens per second with the CPU, averaged over the last steps; 0 before any.
-        since_probe: decode steps with the CPU since it was last left out to compare.
+        since_probe, since_probe_s: decode steps with the CPU since it was last left out to compare, and their seconds.
         probe_left: steps of a comparison that are still to come.
         probe_tokens, probe_seconds: of the comparison under way.
         losses: comparisons in a row that the CPU's part lost.
@@ -51,6 +55,7 @@ class Guard:
 
     rate: float = 0.0
     since_probe: int = 0
+    since_probe_s: float = 0.0
     probe_left: int = 0
     probe_tokens: float = 0.0
     probe_seconds: float = 0.0
@@ -72,7 +77,8 @@ class Guard:
 
 
 def is_late(cost: StepCost, measured: Measured, rules: GuardRules) -> bool:
-    return measured.wait > 2 * cost.wait + rules.late_fraction * cost.device
+    own = min(cost.device, max(0.0, measured.seconds - measured.wait))
+    return measured.wait > 2 * cost.wait + rules.late_fraction * own
 
 
 def after_step(
@@ -104,12 +110,11 @@ def after_step(
         return guard, None
     rate = tokens / measured.seconds
     rate = rate if not guard.rate else guard.rate + (rate - guard.rate) / 32
-    since = guard.since_probe + 1
-    if since < rules.probe_every:
-        return replace(guard, rate=rate, since_probe=since), None
-    return replace(
-        guard, rate=rate, since_probe=0, probe_left=rules.probe_steps, probe_tokens=0.0, probe_seconds=0.0
-    ), None
+    since, seconds = guard.since_probe + 1, guard.since_probe_s + measured.seconds
+    if since < rules.probe_every and (since < rules.probe_least or seconds < rules.probe_after_s):
+        return replace(guard, rate=rate, since_probe=since, since_probe_s=seconds), None
+    guard = replace(guard, rate=rate, since_probe=0, since_probe_s=0.0)
+    return replace(guard, probe_left=rules.probe_steps, probe_tokens=0.0, probe_seconds=0.0), None
 
 
 def _after_probe(guard: Guard, tokens: float, measured: Measured, rules: GuardRules) -> tuple[Guard, str | None]:
@@ -126,7 +131,8 @@ def _after_probe(guard: Guard, tokens: float, measured: Measured, rules: GuardRu
     if guard.rate >= rules.least_ratio * alone:
         return replace(guard, losses=0), None
     if guard.losses == 0:  # look again soon before believing it
-        return replace(guard, losses=1, since_probe=rules.probe_every - rules.probe_every // 8), None
+        seven = rules.probe_every - rules.probe_every // 8
+        return replace(guard, losses=1, since_probe=seven, since_probe_s=rules.probe_after_s * 7 / 8), None
     return _paused(guard, rules, f"{guard.rate:.0f} tokens/s with the CPU, {alone:.0f} without it")
 
 

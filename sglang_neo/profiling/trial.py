@@ -24,7 +24,7 @@ from sglang_neo.token_manager import HostRow
 
 #: A measurement goes on for about so long, after its first run, and for so many runs at most. A first run of less than
 #: ``_REPEATED`` seconds is followed by another one at least.
-_SECONDS, _MOST, _REPEATED = 0.04, 9, 0.25
+_SECONDS, _MOST, _REPEATED = 0.04, 9, 1.0
 #: Longest wait for the workers' answer to a hand-off, seconds.
 _TIMEOUT_S = 30.0
 
@@ -102,12 +102,13 @@ class Trials:
 
     def _least(self, measure: Callable[[], float], runs: int = 1) -> float:
         """The least of some measurements of ``runs`` runs each: whatever disturbs a run makes it longer."""
-        first = measure()
-        # On a GPU the first run may have compiled something.
-        times = min(max(int(_SECONDS / max(runs * first, 1e-9)), int(self._cuda or first < _REPEATED)), _MOST)
-        self.last = min([first, *(measure() for _ in range(times))])
-        self.spent += runs * (1 + times) * self.last
-        return self.last
+        best, more = measure(), 0
+        # How many follow is decided by the best so far: the first one may have compiled something, or been disturbed.
+        while more < min(max(int(_SECONDS / max(runs * best, 1e-9)), int(self._cuda or best < _REPEATED)), _MOST):
+            best, more = min(best, measure()), more + 1
+        self.last = best
+        self.spent += runs * (1 + more) * best
+        return best
 
     def _once(self, run: Callable[[], Any]) -> float:
         begin = time.perf_counter()

@@ -118,6 +118,30 @@ def test_late_steps_must_come_in_a_row() -> None:
     assert line == "the CPU gets no work for 16 steps: the device waited 10.0 ms for it in a step of 10.0 ms of its own"
 
 
+def test_late_steps_are_seen_however_long_a_wrong_table_says_the_device_works() -> None:
+    """A machine that was busy when it was profiled: ten times too long."""
+    wrong = StepCost(linear=100e-3, cpu=50e-3)
+    guard = Guard()
+    for _ in range(3):
+        guard, line = after_step(guard, wrong, 10, Measured(30e-3, wait=20e-3), RULES, prefill=False, probe=False)
+    assert guard.closed and line is not None
+
+
+def test_slow_steps_are_compared_sooner() -> None:
+    """400 steps of half a second would be minutes in which nobody asks whether they pay."""
+    rules, guard, seconds = GuardRules(), Guard(), 0.0
+    while not guard.probing:
+        guard, _ = after_step(guard, HYBRID, 10, Measured(0.4), rules, prefill=False, probe=False)
+        seconds += 0.4
+    assert 10 <= seconds < 11
+    steps = 0
+    guard = Guard()
+    while not guard.probing:
+        guard, _ = after_step(guard, HYBRID, 10, Measured(2.0), rules, prefill=False, probe=False)
+        steps += 1
+    assert steps == rules.probe_least
+
+
 def test_a_planned_wait_is_not_late() -> None:
     sync = StepCost(linear=10e-3, wait=30e-3, cpu=30e-3)
     guard = Guard()
