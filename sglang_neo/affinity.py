@@ -45,6 +45,9 @@ def leave_to_all_workers(args: Any) -> None:
     if args.neo_share_cores:
         return
     family = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-    cores = {core for core, owner in claimed_cores().items() if owner in family}
+    try:
+        cores = {core for core, owner in claimed_cores().items() if owner in family}
+    except RuntimeError:  # nobody can claim any; workers that could not have said so
+        return
     if cores:
         leave_to_workers(args, cores, family)

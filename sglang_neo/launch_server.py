@@ -116,7 +116,6 @@ def _check_served_by_neo(
             return
         process_exit.fail(f"the server answers without sglang_neo's state (/server_info {answer.status_code})", 1)
     neo = answer.json()["neo"]
-    affinity.leave_to_all_workers(server_args)
     if profile_only:
         if neo["planner"] is None and neo["gpu_only_reason"] is None:
             process_exit.fail("this machine could not be measured, for the reason above", 1)
@@ -178,9 +177,11 @@ def serve(server_args: Any, debug: bool = False, profile_only: bool = False) -> 
         if server_args.dp_size > 1:
             process_exit.watch_grandchildren()
         # In a thread of its own: with SGLang's warm-up skipped, this is called on the loop that must answer.
-        threading.Thread(
-            target=_check_served_by_neo, args=(server_args, process_exit, profile_only), daemon=True
-        ).start()
+        threading.Thread(target=after_start, daemon=True).start()
+
+    def after_start() -> None:
+        _check_served_by_neo(server_args, process_exit, profile_only)
+        affinity.leave_to_all_workers(server_args)
 
     try:
         http_server.launch_server(

@@ -185,13 +185,13 @@ def test_client_that_goes_away_frees_everything(neo: Server, knows: Knows) -> No
 def test_a_client_that_does_not_read(neo: Server, knows: Knows, at_last: str) -> None:
     """More is answered than the buffers between hold: others are answered meanwhile, the request is computed to its end
     and everything is free while the client still stands there. If it reads at last, nothing of its answer is lost."""
-    count = 120
+    count = 80
     asked = generate_body(text=CAPITAL, max_new_tokens=count, ignore_eos=True, stream=True)
     asked |= {
         "return_logprob": True,
         "top_logprobs_num": 100,
         "return_text_in_logprobs": True,
-    }  # 0.6 MB an event at last
+    }  # 0.4 MB an event at last
     body = json.dumps(asked)
     head = (
         f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
