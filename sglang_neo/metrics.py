@@ -145,54 +145,50 @@ class _Published:
 
         names = list(labels)
 
-        def counter(name: str, text: str, *more: str) -> Any:
-            return Counter(f"sglang:{name}", text, labelnames=[*names, *more])
+        def counter(name: str, text: str, by: str = "") -> Any:
+            """``by``: a label of its own, to be given with the others whenever it counts."""
+            metric = Counter(f"sglang:{name}", text, labelnames=[*names, by] if by else names)
+            return metric if by else metric.labels(**labels)
 
         def gauge(name: str, text: str) -> Any:
             return Gauge(f"sglang:{name}", text, labelnames=names, multiprocess_mode="mostrecent").labels(**labels)
 
-        tokens = counter("neo_host_tokens_total", "Output tokens of requests decoded from host memory.")
-        prompts = counter("neo_host_prompt_tokens_total", "Tokens of prompts computed straight into host memory.")
-        busy = counter("neo_cpu_busy_seconds_total", "Time that CPU attention workers worked, summed over threads.")
-        wait = counter("neo_cpu_wait_seconds_total", "Time that steps with host rows gave the CPU nothing to do.")
-        awaited = counter(
+        self._tokens = counter("neo_host_tokens_total", "Output tokens of requests decoded from host memory.")
+        self._prompts = counter("neo_host_prompt_tokens_total", "Tokens of prompts computed straight into host memory.")
+        self._busy = counter(
+            "neo_cpu_busy_seconds_total", "Time that CPU attention workers worked, summed over threads."
+        )
+        self._wait = counter("neo_cpu_wait_seconds_total", "Time that steps with host rows gave the CPU nothing to do.")
+        self._awaited = counter(
             "neo_awaited_handoffs_total", "Answers of the CPU that deferred steps may have had to wait for."
         )
-        stalled = counter("neo_awaited_seconds_total", "How long deferred steps have waited for them, at most.")
-        self._awaited, self._stalled = awaited.labels(**labels), stalled.labels(**labels)
-        handoffs = counter("neo_handoffs_total", "Hand-offs answered by the CPU: the host rows of one layer.")
-        answers = counter("neo_handoff_seconds_total", "Time from a hand-off to its answer, summed.")
-        tails = counter("neo_handoff_tail_seconds_total", "Of that, from the first worker's end to the last one's.")
-        held_up = counter("neo_held_up_handoffs_total", "Hand-offs of which that was more than half.")
-        self._handoffs, self._answers, self._tails, self._held_up = (
-            metric.labels(**labels) for metric in (handoffs, answers, tails, held_up)
+        self._stalled = counter("neo_awaited_seconds_total", "How long deferred steps have waited for them, at most.")
+        self._handoffs = counter("neo_handoffs_total", "Hand-offs answered by the CPU: the host rows of one layer.")
+        self._answers = counter("neo_handoff_seconds_total", "Time from a hand-off to its answer, summed.")
+        self._tails = counter(
+            "neo_handoff_tail_seconds_total", "Of that, from the first worker's end to the last one's."
         )
+        self._held_up = counter("neo_held_up_handoffs_total", "Hand-offs of which that was more than half.")
         self._intervals = Histogram(
             "sglang:neo_inter_token_latency_seconds",
             "Histogram of the time between two tokens of a request in seconds, by where its KV is.",
             labelnames=[*names, "kind"],
             buckets=_BUCKETS,
         )
-        self._steps = counter("neo_steps_total", "Decode steps, by mode.", "mode")
-        self._eager = counter("neo_eager_steps_total", "Decode steps without a CUDA graph, by reason.", "reason")
-        self._migrations = counter("neo_migrations_total", "Requests moved between the pools.", "direction")
-        failed = counter("neo_failed_steps_total", "Decode steps whose CPU work failed.")
-        restarted = counter("neo_restarted_reqs_total", "Requests prefilled again because the CPU work failed.")
-        hits = counter("neo_host_cache_hit_tokens_total", "Tokens found in the host's prefix cache and used.")
-        evicted = counter("neo_host_cache_evicted_tokens_total", "Tokens evicted from the host's prefix cache.")
-        self._tokens, self._prompts, self._busy, self._wait = (
-            metric.labels(**labels) for metric in (tokens, prompts, busy, wait)
-        )
-        self._failed, self._restarted, self._hits, self._evicted = (
-            metric.labels(**labels) for metric in (failed, restarted, hits, evicted)
-        )
+        self._steps = counter("neo_steps_total", "Decode steps, by mode.", by="mode")
+        self._eager = counter("neo_eager_steps_total", "Decode steps without a CUDA graph, by reason.", by="reason")
+        self._migrations = counter("neo_migrations_total", "Requests moved between the pools.", by="direction")
+        self._failed = counter("neo_failed_steps_total", "Decode steps whose CPU work failed.")
+        self._restarted = counter("neo_restarted_reqs_total", "Requests prefilled again because the CPU work failed.")
+        self._hits = counter("neo_host_cache_hit_tokens_total", "Tokens found in the host's prefix cache and used.")
+        self._evicted = counter("neo_host_cache_evicted_tokens_total", "Tokens evicted from the host's prefix cache.")
         self._used = gauge("neo_host_kv_used_tokens", "Tokens of host KV in use by requests.")
         self._cached = gauge("neo_host_cache_tokens", "Tokens in the host's prefix cache.")
         self._evictable = gauge("neo_host_cache_evictable_tokens", "Of them, those that no running request holds.")
         self._total = gauge("neo_host_kv_total_tokens", "Tokens that host KV can hold.")
         self._running = gauge("neo_host_running_reqs", "Running requests whose KV is in host memory.")
-        self._changes = counter("neo_mode_changes_total", "Changes of the mode of decode steps.").labels(**labels)
-        self._pauses = counter("neo_cpu_pauses_total", "Times that the CPU was left out for a while.").labels(**labels)
+        self._changes = counter("neo_mode_changes_total", "Changes of the mode of decode steps.")
+        self._pauses = counter("neo_cpu_pauses_total", "Times that the CPU was left out for a while.")
         self._closed = gauge("neo_cpu_paused", "1 while the CPU gets no work.")
         self._error = gauge("neo_step_time_error", "Mean relative error of predicted step times, of late.")
         self._correction = Gauge(
