@@ -31,7 +31,7 @@ from bench.machines import MACHINES, MODELS, host_tokens, tables
 from sglang_neo.planning import planner
 from sglang_neo.planning.correction import Measured
 from sglang_neo.planning.costs import Corrections, Costs, Mode, Rows, lanes_wait
-from sglang_neo.planning.inequalities import Terms, deferred_slots
+from sglang_neo.planning.inequalities import ROW_TOKENS, usual_slots
 from sglang_neo.planning.planner import Limits, Memory, Place, Prompt, State, StepPlan, after_step, plan
 from sglang_neo.planning.tables import Tables
 
@@ -579,18 +579,12 @@ def grid(machine: str, model: str, small: bool) -> Iterator[Point]:
                     yield Point(machine, model, prompt, output, load, kv, rows, seed)
 
 
-def usual_slots(known: Tables, threads: int, host_pool: int, most_rows: int = MOST_ROWS) -> int:
-    """Slots of deferred steps as a server has them that is not told how many: ``sglang_neo.hybrid.slots``."""
-    costs, tokens = Costs(known, threads), 1024
-    row = known.layers * costs.cpu_layer(Rows(8, 8 * tokens)) / 8
-    terms = Terms(device_rows=1, linear=costs.linear(1), attention=1e-9, host_rate=1 / row, layers=known.layers)
-    bounds = deferred_slots(terms, most_rows, host_pool / tokens, graph_slots=Limits.host_page)
-    return int(min(bounds.values()))
-
-
 def limits_of(known: Tables, threads: int, host_pool: int, modes: tuple[Mode, ...], **more: Any) -> Limits:
-    """As a server has them; without deferred mode where there is no slot."""
-    slots = usual_slots(known, threads, host_pool)
+    """As a server has them that is not told how many slots (``sglang_neo.hybrid.slots``); without deferred mode where
+    there is none."""
+    costs, rows = Costs(known, threads), 8
+    row = known.layers * costs.cpu_layer(Rows(rows, rows * ROW_TOKENS)) / rows
+    slots = usual_slots(costs.linear(1), row, known.layers, MOST_ROWS, host_pool / ROW_TOKENS, Limits.host_page)
     modes = tuple(mode for mode in modes if mode != "deferred" or slots)
     return Limits(threads, modes, max_slots=slots, **more)
 

@@ -168,11 +168,8 @@ class PlannerBridge:
         return prompts
 
     def _prompt(self, req: Any, place: Any) -> Prompt:
-        tokens, past, output = (
-            len(req.origin_input_ids) + len(req.output_ids),
-            len(req.prefix_indices),
-            self._to_come(req),
-        )
+        tokens, past = len(req.origin_input_ids) + len(req.output_ids), len(req.prefix_indices)
+        output = self._to_come(req)
         return Prompt(
             tokens=max(tokens - past, 1),
             past=past,

@@ -16,10 +16,11 @@ import torch
 from cpu_kernels.attention import Plan
 from cpu_kernels.workers import WorkerPool
 from sglang_neo.hybrid.geometry import AttentionGeometry
-from sglang_neo.planning.inequalities import Terms, deferred_slots
+from sglang_neo.planning import inequalities
+from sglang_neo.planning.inequalities import ROW_TOKENS
 
-#: Of KV of a usual host row, and such rows that are timed together.
-ROW_TOKENS, _ROWS = 1024, 8
+#: Usual host rows that are timed together.
+_ROWS = 8
 #: Bytes that are read to see how fast the device reads, and runs of which the fastest counts.
 _READ_BYTES, _RUNS = 256 << 20, 4
 
@@ -34,14 +35,14 @@ def usual_slots(runner: Any, geometry: AttentionGeometry, pool: Any, workers: Wo
     """
     tokens = min(ROW_TOKENS, pool.pages * pool.geometry.page_tokens)
     step, row = _step_seconds(runner), _row_seconds(geometry, pool, workers, tokens) * ROW_TOKENS / tokens
-    terms = Terms(device_rows=1, linear=step, attention=1e-9, host_rate=1 / row, layers=geometry.layers)
-    bounds = deferred_slots(
-        terms,
+    return inequalities.usual_slots(
+        step,
+        row,
+        geometry.layers,
         host_rows=runner.max_running_requests,
         rows_that_fit=pool.pages * pool.geometry.page_tokens / ROW_TOKENS,
         graph_slots=min(pool.geometry.page_tokens, runner.max_running_requests - 1),
     )
-    return int(min(bounds.values()))
 
 
 def _step_seconds(runner: Any) -> float:

@@ -188,6 +188,24 @@ def deferred_slots(terms: Terms, host_rows: float, rows_that_fit: float, graph_s
     }
 
 
+#: Tokens of a usual host row.
+ROW_TOKENS = 1024
+
+
+def usual_slots(
+    step: float, row: float, layers: int, host_rows: float, rows_that_fit: float, graph_slots: float
+) -> int:
+    """Slots of deferred mode where the user does not say: those that a step of the usual size has a use for.
+
+    Args:
+        step: seconds of reading all weights.
+        row: seconds of the CPU's attention to a usual row in all layers.
+        host_rows, rows_that_fit, graph_slots: see ``deferred_slots``.
+    """
+    terms = Terms(device_rows=1, linear=step, attention=1e-9, host_rate=1 / row, layers=layers)
+    return int(min(deferred_slots(terms, host_rows, rows_that_fit, graph_slots).values()))
+
+
 def pipelined_rows(terms: Terms, host_rows: float, rows_that_fit: float) -> Mapping[str, float]:
     """What bounds the host rows of a pipelined step, each by name; the least of them counts."""
     return {"CPU": pipelined_host_rows(terms), "queue": host_rows, "host memory": rows_that_fit}
