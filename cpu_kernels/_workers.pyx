@@ -103,6 +103,7 @@ cdef extern from "handoff.hpp" namespace "cpu_kernels" nogil:
         uint64_t submitted_epoch, completed_epoch
         int steps, in_flight, lag
         int64_t submitted_steps, complete_steps, poisoned_steps, handoffs, answer_ns, max_answer_ns, device_wait_ns
+        int64_t step_wait_ns
         int64_t awaited, awaited_ns, tail_ns, held_up
 
     cdef struct CHandoffSpan "cpu_kernels::HandoffSpan":
@@ -427,7 +428,8 @@ cdef class Service:
                     steps=s.steps, in_flight=s.in_flight, lag=s.lag, device_through=s.device_through,
                     submitted_steps=s.submitted_steps, complete_steps=s.complete_steps,
                     poisoned_steps=s.poisoned_steps, handoffs=s.handoffs, answer_ns=s.answer_ns,
-                    max_answer_ns=s.max_answer_ns, device_wait_ns=s.device_wait_ns, awaited=s.awaited,
+                    max_answer_ns=s.max_answer_ns, device_wait_ns=s.device_wait_ns,
+                    step_wait_ns=s.step_wait_ns, awaited=s.awaited,
                     awaited_ns=s.awaited_ns, tail_ns=s.tail_ns, held_up=s.held_up)
 
     def start_trace(self, handoffs):

@@ -192,6 +192,7 @@ class HandoffStatus:
     answer_ns: int  # from ready seen to done written, their sum
     max_answer_ns: int
     device_wait_ns: int  # steps were running and nothing was given
+    step_wait_ns: int  # of that, until the first hand-off of a step
     #: Deferred order: answers for which the device may have waited, and for how long at most (see src/handoff.hpp).
     awaited: int
     awaited_ns: int

@@ -21,6 +21,7 @@ from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_neo.batching import NeoScheduleBatch, host_rows_to_decode
+from sglang_neo.hybrid.host_attention import CpuTimes
 from sglang_neo.hybrid.pipelined import Lanes, PipelinedAttention
 from sglang_neo.planning.lanes import LaneLimits, riding, second_lane
 from sglang_neo.planning.pace import Pace
@@ -69,7 +70,7 @@ class Pipelining:
         self._scheduler, self._attention, self._manager = scheduler, attention, manager
         self._step = self._decode_steps = 0
         self._pace = Pace()
-        self._since: tuple[float, float] | None = None  # when the last result was processed, and the CPU's wait so far
+        self._since: tuple[float, CpuTimes] | None = None  # when the last result was processed, and the CPU's account
         #: Of the next steps, the same in all ranks; what is measured takes their place, unless that is switched off.
         self.limits = LaneLimits()
         self.measures = True
@@ -132,19 +133,20 @@ class Pipelining:
 
     def processed(self, batch: Any, result: Any) -> None:
         """To be told of every result that has been processed."""
-        now = time.perf_counter(), self._attention.cpu_times().wait
+        now = time.perf_counter(), self._attention.cpu_times()
         since, self._since = self._since, now
         if since is None:
             return
-        seconds, idle = now[0] - since[0], now[1] - since[1]
+        between = now[1].between - since[1].between
+        layers, idle = max(now[0] - since[0] - between, 0.0), now[1].wait - since[1].wait - between
         beside: Decoded | None = getattr(result, "neo_beside", None)
         launched: LaunchedHostRows | None = getattr(result if beside is None else beside.result, "neo_launched", None)
-        if launched is None or launched.refused is not None or not launched.tokens:
+        if launched is None or launched.refused is not None or not launched.tokens or not layers:
             return
         if beside is None:
-            self._pace.decoded(seconds, idle, launched.tokens)
+            self._pace.decoded(layers, idle, launched.tokens)
         else:
-            self._pace.prefilled(seconds, idle, launched.tokens, sum(batch.extend_lens))
+            self._pace.prefilled(layers, idle, launched.tokens, sum(batch.extend_lens))
 
     def _agree(self) -> None:
         runner = self._scheduler.tp_worker.model_runner

@@ -76,7 +76,7 @@ struct HandoffService::State {
   bool closed = false;
   int64_t looked_ns = 0;  // when a worker last looked whether the device waits
   int64_t began_ns = 0;   // when `steps` last became non-empty
-  int64_t submitted_steps = 0, complete_steps = 0, poisoned_steps = 0, device_wait_ns = 0;
+  int64_t submitted_steps = 0, complete_steps = 0, poisoned_steps = 0, device_wait_ns = 0, step_wait_ns = 0;
   // Flags of a poisoned step and those behind it, in the order in which the device goes through them.
   bool haunting = false;
   std::vector<std::pair<uint32_t*, uint32_t*>> ghosts;
@@ -310,8 +310,10 @@ struct HandoffService::State {
     run.seen_ns = now_ns();
     unanswered.fetch_add(1, std::memory_order_relaxed);
     if (in_flight.fetch_add(1, std::memory_order_acq_rel) == 0) {
-      device_wait_ns +=
+      int64_t waited =
           std::max<int64_t>(0, run.seen_ns - std::max(began_ns, last_answer_ns.load(std::memory_order_relaxed)));
+      device_wait_ns += waited;
+      if (index == 0) step_wait_ns += waited;
     }
     ++step.taken;
     progress.fetch_add(1, std::memory_order_relaxed);
@@ -639,6 +641,7 @@ HandoffStatus HandoffService::status() {
   out.answer_ns = state_->answer_ns.load(std::memory_order_relaxed);
   out.max_answer_ns = state_->max_answer_ns.load(std::memory_order_relaxed);
   out.device_wait_ns = state_->device_wait_ns;
+  out.step_wait_ns = state_->step_wait_ns;
   out.awaited = state_->awaited.load(std::memory_order_relaxed);
   out.awaited_ns = state_->awaited_ns.load(std::memory_order_relaxed);
   out.tail_ns = state_->tail_ns.load(std::memory_order_relaxed);

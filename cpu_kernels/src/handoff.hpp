@@ -92,6 +92,7 @@ struct HandoffStatus {
   int64_t tail_ns = 0;
   int64_t held_up = 0;
   int64_t device_wait_ns = 0;  // workers had nothing in hand and the next flag was not raised, while steps ran
+  int64_t step_wait_ns = 0;    // of that, for the first hand-off of a step
   // Deferred order: answers that came when the device had given the hand-off before the one in which it takes them. So
   // it was at that layer, and waited for the answer or was about to; since when is known as well as a worker without
   // other work has looked. So both are the most that it can have waited.

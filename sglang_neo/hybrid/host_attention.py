@@ -58,6 +58,7 @@ class CpuTimes:
 
     busy: float  # of all workers together
     wait: float  # while steps ran and no hand-off was there
+    between: float = 0.0  # of that, until the first hand-off of a step
     awaited: float = 0.0  # that deferred steps may have waited for answers, at most
     awaited_handoffs: int = 0  # which so many answers were (``cpu_kernels.workers.HandoffStatus``)
     handoffs: int = 0  # answered
@@ -236,6 +237,7 @@ class HostAttention(Boxes):
         return CpuTimes(
             spent.busy + busy / 1e9,
             spent.wait + status.device_wait_ns / 1e9,
+            spent.between + status.step_wait_ns / 1e9,
             spent.awaited + status.awaited_ns / 1e9,
             spent.awaited_handoffs + status.awaited,
             spent.handoffs + status.handoffs,

@@ -116,6 +116,26 @@ def test_what_a_deferred_device_waits_for_is_counted(service: HandoffService, sl
         assert status.awaited >= 1 and late / 2 < status.awaited_ns / 1e9 < 2 * late + 1
 
 
+def test_waits_between_steps_are_told_apart(service: HandoffService) -> None:
+    layers, steps, between, within = 3, 4, 0.1, 0.04
+    memory = HandoffMemory(layers, 64, 64)
+    for number in range(1, steps + 1):
+        handoffs = Handoffs()
+        for i in range(layers):
+            handoffs.add(None, memory.ready(i), memory.done(i), layer=i)
+        service.submit(Step(number, number, handoffs))
+        for i in range(layers):
+            time.sleep(within if i else between)
+            device_write(memory.ready(i), 1)
+            assert device_wait(memory.done(i), 1, LONG)
+            device_write(memory.done(i), 0)
+    assert service.wait_epoch(steps, LONG)
+    status = service.status()
+    inside = status.device_wait_ns - status.step_wait_ns
+    assert steps * between * 0.9e9 < status.step_wait_ns < steps * (between + LONG) * 1e9
+    assert steps * (layers - 1) * within * 0.9e9 < inside < status.device_wait_ns
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("kind", "reason", "text"),

@@ -71,9 +71,9 @@ def test_one_long_step_changes_little() -> None:
 def test_prefills_are_measured_by_themselves() -> None:
     pace = Pace()
     assert pace.limits.decode == math.inf and pace.limits.beside(100) == math.inf
-    pace.prefilled(seconds=0.4, idle=0.3, tokens=20_000, prompt_tokens=1000)
+    pace.prefilled(layers=0.4, idle=0.3, tokens=20_000, prompt_tokens=1000)
     assert pace.limits.decode == math.inf and pace.limits.per_prompt_token == pytest.approx(0.95 * 0.4e-3 / 5e-6)
-    pace.decoded(seconds=0.07, idle=0.02, tokens=10_000)
+    pace.decoded(layers=0.07, idle=0.02, tokens=10_000)
     assert pace.limits.decode == pytest.approx(0.95 * 0.07 / 5e-6)
     assert pace.limits.beside(1000) == pytest.approx(0.95 * 0.4 / 5e-6)
     assert pace.limits.beside(10) == pace.limits.decode / 2
