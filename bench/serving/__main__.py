@@ -220,7 +220,7 @@ def serve(args: argparse.Namespace, flags: Sequence[str]) -> int:
                     for workload in chosen:
                         if time.monotonic() >= deadline:
                             break
-                        server.post("/flush_cache", {})
+                        server.post("/flush_cache?timeout=60", {})  # what a run cut off may still be ending
                         run = run_workload(server.url, workload, args.timeout)
                         measures = measure(run.answers, run.seconds, run.samples)
                         failed += measures["failed"]

@@ -35,6 +35,7 @@ class Answer:
     retractions: int = 0
     cached_tokens: int = 0
     error: str | None = None
+    cut: bool = False  # the run ended before it did
 
 
 @dataclass
@@ -76,7 +77,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 def run(url: str, workload: Workload, timeout_s: float, sample_every_s: float = 1.0) -> Run:
-    """Sends a workload to a server and returns when all is answered, or failed."""
+    """Sends a workload to a server and returns when all is answered, or failed, or its time is over."""
     return _on_loop(_run(url, workload, timeout_s, sample_every_s))
 
 
@@ -131,6 +132,8 @@ async def _run(url: str, workload: Workload, timeout_s: float, sample_every_s: f
                     answer.error = f"{len(answer.token_times)} of {ask.output_tokens} tokens"
             except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
                 answer.error = f"{type(error).__name__}: {error}"[:300]
+            except asyncio.CancelledError:
+                answer.cut = True
             finally:
                 ended[index].set()
 
@@ -138,7 +141,11 @@ async def _run(url: str, workload: Workload, timeout_s: float, sample_every_s: f
         watchers = [asyncio.ensure_future(_lateness(lateness))]
         if sample_every_s > 0:
             watchers.append(asyncio.ensure_future(_sample(session, url, samples, start, sample_every_s)))
-        await asyncio.gather(*(ask_one(i) for i in range(len(answers))))
+        asked = [asyncio.ensure_future(ask_one(i)) for i in range(len(answers))]
+        _, late_ones = await asyncio.wait(asked, timeout=workload.seconds)
+        for one in late_ones:
+            one.cancel()  # which closes its connection, and so ends the request
+        await asyncio.gather(*asked)
         seconds, cpu = time.perf_counter() - start, time.thread_time() - cpu
         for watcher in watchers:
             watcher.cancel()
@@ -147,7 +154,7 @@ async def _run(url: str, workload: Workload, timeout_s: float, sample_every_s: f
             await _sample_once(session, url, samples, start)
     late = sorted(lateness) or [0.0]
     load = ClientLoad(late[int(0.99 * (len(late) - 1))] * 1e3, late[-1] * 1e3, cpu / seconds, chunks[0] / seconds)
-    return Run(answers, samples, seconds, load)
+    return Run([a for a in answers if a.sent or not a.cut], samples, seconds, load)
 
 
 async def _stream(

@@ -41,7 +41,7 @@ def is_host(answer: Answer) -> bool:
 
 def latencies(answers: Sequence[Answer]) -> dict[str, Any]:
     """TTFT, TPOT and end-to-end in seconds, of whole requests."""
-    done = [a for a in answers if a.token_times and a.error is None]
+    done = [a for a in answers if a.token_times and a.error is None and not a.cut]
     return {
         "requests": len(done),
         "ttft_s": spread(a.token_times[0] - a.sent for a in done),

@@ -2,7 +2,8 @@
 
 A workload is written ``kind:key=value,key=value``:
 
-    backlog   prompt=900 output=200 count=64 concurrency=32     a standing backlog: as many at once as concurrency says
+    backlog   prompt=900 output=200 count=64 concurrency=32 seconds=60      a standing backlog: as many at once as
+                                                                concurrency says; ended after so many seconds, if given
     poisson   rate=2 prompt=900 output=200 count=100            independent arrivals, rate per second
     sweep     rates=0.5/1/2 prompt=.. output=.. count=..        one poisson workload for each rate
     grid      prompts=128/1024 outputs=32/256 count=.. concurrency=..    one backlog for each pair
@@ -35,11 +36,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class Workload:
-    """``concurrency``: the most requests under way at once; None: they are sent when they arrive."""
+    """
+    Attributes:
+        concurrency: the most requests under way at once; None: they are sent when they arrive.
+        seconds: after which what is under way is cut off; None: all are answered.
+    """
 
     name: str
     asks: tuple[Ask, ...]
     concurrency: int | None = None
+    seconds: float | None = None
 
 
 class WorkloadError(ValueError):
@@ -94,7 +100,8 @@ _Values = dict[str, str]
 def _backlog(name: str, v: _Values, tokens: _Tokens) -> list[Workload]:
     count = int(v["count"])
     asks = tuple(Ask(tokens.prompt(int(v["prompt"])), int(v["output"])) for _ in range(count))
-    return [Workload(name, asks, int(v["concurrency"] or count))]
+    seconds = float(v.get("seconds") or 0) or None
+    return [Workload(name, asks, int(v["concurrency"] or count), seconds)]
 
 
 def _poisson(name: str, v: _Values, tokens: _Tokens) -> list[Workload]:
@@ -171,7 +178,7 @@ def _chat(name: str, v: _Values, tokens: _Tokens) -> list[Workload]:
 
 
 _KINDS: dict[str, tuple[Callable[[str, _Values, _Tokens], list[Workload]], _Values]] = {
-    "backlog": (_backlog, {"prompt": "900", "output": "200", "count": "32", "concurrency": ""}),
+    "backlog": (_backlog, {"prompt": "900", "output": "200", "count": "32", "concurrency": "", "seconds": ""}),
     "poisson": (_poisson, {"rate": "1", "prompt": "900", "output": "200", "count": "64"}),
     "sweep": (_sweep, {"rates": "0.5/1/2", "prompt": "900", "output": "200", "count": "64"}),
     "grid": (_grid, {"prompts": "128/1024", "outputs": "32/256", "count": "32", "concurrency": ""}),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +21,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from aiohttp import web
 
 from bench.servers import error_lines, wait_until
 from bench.serving import __main__ as serving
 from bench.serving import client, report, selftest
 from bench.serving.client import METRIC_NAMES, Answer, parse_metrics
 from bench.serving.measures import decode_only, latencies, measure, percentile, server_side, steady_window
-from bench.serving.workloads import WorkloadError, parse, parse_all
+from bench.serving.workloads import Ask, WorkloadError, parse, parse_all
 from tests.harness.models import REPO_ROOT
 
 # -- workloads ----------------------------------------------------------------------------------------------------
@@ -273,6 +277,54 @@ def test_after_the_time_limit_nothing_is_begun(
 def test_the_client_loses_nothing_at_full_speed() -> None:
     found = selftest.measure(streams=8, tokens=50)
     assert found["chunks_per_second"] > 0 and 0 < found["client_cpu_share"] <= 1.1
+
+
+def test_a_run_whose_time_is_over_is_cut_off() -> None:
+    """Three requests at once of a token every 10 ms: what came until then counts, latencies are of whole requests."""
+    gone: list[int] = []
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        wanted = (await request.json())["sampling_params"]["max_new_tokens"]
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            for i in range(1, wanted + 1):
+                event = {"output_ids": [7], "meta_info": {"completion_tokens": i}}
+                await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                await asyncio.sleep(0.01)
+        except ConnectionError:
+            gone.append(wanted)
+        return response
+
+    async def serve(ready: Callable[[tuple[asyncio.AbstractEventLoop, int]], None]) -> None:
+        app = web.Application()
+        app.router.add_post("/generate", generate)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        ready((asyncio.get_running_loop(), site._server.sockets[0].getsockname()[1]))
+        await stop.wait()
+        await runner.cleanup()
+
+    stop, told = asyncio.Event(), queue.Queue[tuple[asyncio.AbstractEventLoop, int]]()
+    server = threading.Thread(target=lambda: asyncio.run(serve(told.put)))
+    server.start()
+    loop, port = told.get(timeout=30)
+    try:
+        asks = (Ask((5,), 4), *[Ask((5, 6), 100_000)] * 5)
+        workload = dataclasses.replace(parse("backlog:count=6,concurrency=3,seconds=1.5", 100)[0], asks=asks)
+        found = client.run(f"http://127.0.0.1:{port}", workload, 120, sample_every_s=0)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        server.join()
+    assert found.seconds < 10 and [a.cut for a in found.answers] == [False, True, True, True]
+    assert all(a.error is None and len(a.token_times) > 4 for a in found.answers[1:]), found.answers
+    measures = measure(found.answers, found.seconds, [])
+    assert measures["failed"] == 0 and measures["all"]["requests"] == 1
+    assert measures["output_tokens"] == sum(len(a.token_times) for a in found.answers) > 16
+    assert gone == [100_000] * 3, "their connections were closed"
 
 
 def test_variants_with_other_flags_are_other_variants() -> None:
