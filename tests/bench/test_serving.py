@@ -395,10 +395,17 @@ def test_bad_input(tiny: Callable[..., Path], capsys: pytest.CaptureFixture, arg
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU device: set CUDA_VISIBLE_DEVICES=''")
-def test_the_whole_driver(tiny: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "variants",
+    [["neo:sync"], pytest.param(["plain", "neo:sync"], marks=pytest.mark.slow)],  # auto would leave the CPU out
+    ids="-".join,
+)
+def test_the_whole_driver(
+    tiny: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture, variants: list[str]
+) -> None:
     out = tmp_path / "result.json"
     argv = [str(tiny("llama")), "--out", str(out), "--rounds", "1", "--together", "--logs", str(tmp_path / "logs")]
-    argv += ["--variant", "plain", "--variant", "neo:sync"]  # auto would leave the CPU out of so little work
+    argv += [part for name in variants for part in ("--variant", name)]
     argv += [
         "--workload",
         "backlog:prompt=60,output=24,count=8",
@@ -412,14 +419,14 @@ def test_the_whole_driver(tiny: Callable[..., Path], tmp_path: Path, capfd: pyte
     found = json.loads(out.read_text())
     assert {"machine", "date", "commit", "command", "versions", "runs", "summary"} <= set(found)
     runs = {(run["variant"], run["workload"].split(":")[0]): run for run in found["runs"]}
-    assert set(runs) == {(v, w) for v in ("plain", "neo:sync") for w in ("backlog", "chat")}
+    assert set(runs) == {(v, w) for v in variants for w in ("backlog", "chat")}
     for (variant, workload), run in runs.items():
         measures = run["measures"]
         assert measures["failed"] == 0 and measures["output_tokens"] == (8 * 24 if workload == "backlog" else 4 * 5)
         on_host = (variant, workload) == ("neo:sync", "backlog")
         assert (measures["host_output_tokens"] > 0) == on_host, (variant, workload)
         assert measures["sustained_tokens_per_s"] > 0 and run["client"]["cpu_share"] < 1
-    chat = runs["plain", "chat"]["measures"]
+    chat = runs[variants[0], "chat"]["measures"]
     assert chat["prompt_tokens"] == 2 * 9 + 2 * (9 + 5 + 9), "a turn has all before it in its prompt"
     host = runs["neo:sync", "backlog"]["measures"]
     assert host["host"]["requests"] + host["device"]["requests"] == 8 and host["host"]["tpot_s"]["p50"] > 0
