@@ -137,14 +137,14 @@ class Pipelining:
         since, self._since = self._since, now
         if since is None:
             return
-        between = now[1].between - since[1].between
-        layers, idle = max(now[0] - since[0] - between, 0.0), now[1].wait - since[1].wait - between
+        seconds, between = now[0] - since[0], now[1].between - since[1].between
+        layers, idle = max(seconds - between, 0.0), now[1].wait - since[1].wait - between
         beside: Decoded | None = getattr(result, "neo_beside", None)
         launched: LaunchedHostRows | None = getattr(result if beside is None else beside.result, "neo_launched", None)
         if launched is None or launched.refused is not None or not launched.tokens or not layers:
             return
         if beside is None:
-            self._pace.decoded(layers, idle, launched.tokens)
+            self._pace.decoded(layers, idle, launched.tokens, len(batch.reqs), seconds)
         else:
             self._pace.prefilled(layers, idle, launched.tokens, sum(batch.extend_lens))
 
