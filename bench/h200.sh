@@ -3,8 +3,8 @@
 #   [BUNDLE=folder] OUT=folder SGLANG_NEO_COMMIT=... bench/h200.sh SHAPE... [-- options of python -m bench.serving]
 # SHAPE: 8b, 8b-capped (26,400 tokens of KV), 70b-20 (20 layers, 13,600 tokens of KV), 70b. Environment: ROUNDS (2),
 # VARIANTS (separated by semicolons; "plain;neo"), BACKEND (triton), ROWS (most running requests: the shape's), BACKLOG
-# (requests of the backlog: ROWS), CONCURRENCY (so many at once: BACKLOG), CUT (seconds after which the backlog ends), RATES (the sweep's; "" for none), COUNT (requests of a
-# sweep's rate), SECONDS_PER_SHAPE, NAME (of the files).
+# (requests of the backlog: ROWS), CONCURRENCY (so many at once: BACKLOG), CUT (seconds after which the backlog ends; none),
+# RATES (the sweep's; "" for none), COUNT (requests of a sweep's rate), SECONDS_PER_SHAPE, NAME (of the files).
 # Throughput in the fast modes, where host rows are many and prompts should reach host memory soon:
 #   BACKLOG=400 CONCURRENCY=190 RATES= VARIANTS="plain;neo:pipelined=--neo-host-prefill-rate 1000 --max-running-requests 36;neo:deferred=--neo-\
 #   deferred-slots 8 --neo-host-prefill-rate 1000 --max-running-requests 190" bench/h200.sh 70b-20
