@@ -26,7 +26,7 @@ from tests.harness.exact import assert_exact
 from tests.harness.graphs import capture_decode_steps
 from tests.harness.inprocess import InProcessScheduler, Request
 from tests.harness.models import ARCHITECTURES
-from tests.harness.traffic import RandomMoves, random_prompt, random_requests, tokens
+from tests.harness.traffic import RandomMoves, random_options, random_prompt, random_requests, tokens
 from tests.test_prefill_lane import Seen, arrivals
 from tests.test_recovery import Stall, crowd
 
@@ -163,12 +163,7 @@ def test_random_workloads(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatc
     requests = random_requests(seed=100 + seed, count=rng.randrange(8, 15))
     moves = Restless(seed, rate=rng.choice([0.0, 0.02, 0.1]), every=rng.choice([1, 5, 20]))
     arch = rng.choice(list(ARCHITECTURES))
-    options = {
-        "page_size": rng.choice([1, 16, 64]),
-        "chunked_prefill_size": rng.choice([64, 128, -1]),
-        "disable_radix_cache": seed % 3 == 2,
-        "disable_overlap_schedule": seed % 2 == 1,
-        "max_total_tokens": rng.choice([384, 512, 1024]),
+    options = random_options(rng, seed, pools=[384, 512, 1024]) | {
         "max_running_requests": 16,
         "neo_deferred_slots": rng.randrange(0, 4),
         "neo_check_integrity": True,

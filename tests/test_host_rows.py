@@ -14,7 +14,7 @@ import torch
 from tests.harness.exact import assert_exact, first_difference
 from tests.harness.inprocess import InProcessRunner, InProcessScheduler, Request
 from tests.harness.models import ARCHITECTURES
-from tests.harness.traffic import RandomMoves, random_prompt, random_requests, tokens
+from tests.harness.traffic import RandomMoves, random_options, random_prompt, random_requests, tokens
 
 Tiny = Callable[..., Path]
 
@@ -65,13 +65,7 @@ def test_random_workloads(tiny: Tiny, alone: Any, seed: int) -> None:
     requests = random_requests(seed=100 + seed, count=rng.randrange(4, 11))
     moves = RandomMoves(seed, rate=rng.choice([0.05, 0.3, 0.8]))
     arch = rng.choice(list(ARCHITECTURES))
-    options = {
-        "page_size": rng.choice([1, 16, 32, 64]),
-        "chunked_prefill_size": rng.choice([64, 128, -1]),
-        "disable_radix_cache": seed % 3 == 2,
-        "disable_overlap_schedule": seed % 2 == 1,
-        "max_total_tokens": rng.choice([512, 1024, 2048]),
-    }
+    options = random_options(rng, seed, pools=[512, 1024, 2048], pages=[1, 16, 32, 64])
     print(f"seed {seed}: {arch}, {options}, moves at a rate of {moves.rate}")
     with InProcessScheduler("neo", tiny(arch), **options) as scheduler:
         got = scheduler.run(requests, moves)

@@ -18,7 +18,7 @@ from tests.harness.exact import assert_exact, first_difference
 from tests.harness.graphs import capture_decode_steps
 from tests.harness.inprocess import InProcessScheduler
 from tests.harness.models import ARCHITECTURES
-from tests.harness.traffic import RandomMoves, random_requests, tokens
+from tests.harness.traffic import RandomMoves, random_options, random_requests, tokens
 from tests.test_recovery import Stall, crowd
 
 Tiny = Callable[..., Path]
@@ -59,12 +59,8 @@ def test_random_workloads(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatc
     requests = random_requests(seed=100 + seed, count=rng.randrange(6, 13))
     moves = RandomMoves(seed, rate=rng.choice([0.1, 0.3, 0.6]))
     arch = rng.choice(list(ARCHITECTURES))
-    options: dict[str, Any] = {
-        "page_size": rng.choice([1, 16, 64]),
-        "chunked_prefill_size": rng.choice([64, 128, -1]),
-        "disable_radix_cache": seed % 3 == 2,
+    options = random_options(rng, seed, pools=[1024, 2048]) | {
         "disable_overlap_schedule": seed % 4 == 1,
-        "max_total_tokens": rng.choice([1024, 2048]),
         "max_running_requests": 16,
         "neo_check_integrity": True,
         "neo_mode": "pipelined",

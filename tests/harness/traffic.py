@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from tests.harness.inprocess import Request, Result
@@ -49,3 +50,16 @@ class RandomMoves:
 
 def tokens(results: dict[str, Result]) -> dict[str, list[int]]:
     return {name: result.tokens for name, result in results.items()}
+
+
+def random_options(
+    rng: random.Random, seed: int, pools: Sequence[int], pages: Sequence[int] = (1, 16, 64)
+) -> dict[str, Any]:
+    """Server arguments that random workloads vary: page size, chunked prefill, radix cache, overlap, device pool."""
+    return {
+        "page_size": rng.choice(pages),
+        "chunked_prefill_size": rng.choice([64, 128, -1]),
+        "disable_radix_cache": seed % 3 == 2,
+        "disable_overlap_schedule": seed % 2 == 1,
+        "max_total_tokens": rng.choice(pools),
+    }
