@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from bench.servers import NEO, PLAIN, Server, ServerPool, ServerSpec
+from tests.harness.crowd import CROWD, SMALL_POOL, Comings, ask_crowd, check_used_the_host
 from tests.harness.exact import Reference, assert_exact, top_gaps
+from tests.harness.inprocess import Result
 from tests.harness.models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -82,6 +84,39 @@ def test_tokens_equal_plain_sglang_with_cuda_graphs(directory: Path, model: Path
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensor_parallel(directory: Path, model: Path) -> None:
     check_same_tokens_in_graphs(directory, model, "--tp-size", "2")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("mode", ["pipelined", "deferred", "sync"])
+def test_tensor_parallel_with_host_rows(directory: Path, model: Path, mode: str) -> None:
+    """A crowd answers as with plain SGLang; then 1,000 requests, half of which are aborted or left."""
+    small, flags = [*CUDA_FLAGS, "--tp-size", "2"], ("--neo-mode", mode, "--neo-host-kv-size", "1")
+    small[small.index("--max-total-tokens") + 1] = SMALL_POOL[1]
+    asked: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 2}
+    with (
+        ServerPool(directory).starting(ServerSpec(model, (*small, *flags), NEO)) as server,
+        ServerPool(directory / "plain").starting(ServerSpec(model, tuple(small), PLAIN)) as plain,
+    ):
+        expected = as_results(ask_crowd(plain.wait_ready(), 1, **asked))
+        got = as_results(ask_crowd(server.wait_ready(), CROWD, **asked))
+        check_used_the_host(server)
+        comings = Comings(server, seed=11)
+        comings.run(1000)
+        comings.check_all_is_free()
+    from tests.gpu.test_captured import assert_alike  # which wants a GPU at import
+
+    assert_alike(expected, got)
+
+
+def as_results(answers: list[dict[str, Any]]) -> dict[str, Result]:
+    """Answers of /generate in their order, with log-probabilities and the two best at each token."""
+    results = {}
+    for i, answer in enumerate(answers):
+        meta = answer["meta_info"]
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        top = [[entry[0] for entry in best] for best in meta["output_top_logprobs"]]
+        results[str(i)] = Result(answer["output_ids"], logprobs, top, meta["finish_reason"]["type"], 0, 0, [])
+    return results
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -5,16 +5,13 @@ The servers follow one another so that each is used for all that it is good for:
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import signal
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import requests
 
 from bench.servers import (
     PLAIN,
@@ -26,6 +23,7 @@ from bench.servers import (
     generate_body,
     wait_until,
 )
+from tests.harness.crowd import CROWD, SMALL_POOL, Comings, answer_crowd, check_used_the_host
 from tests.harness.streams import Streams
 
 TOKENS = 24
@@ -49,8 +47,8 @@ def greedy(server: Server, **request: object) -> list[list[int]]:
     return alone
 
 
-#: A device pool for three or four requests of the crowd below, checked after every step.
-CROWDED = ("--max-total-tokens", "800", "--neo-check-integrity", "--enable-metrics")
+#: Checked after every step.
+CROWDED = (*SMALL_POOL, "--neo-check-integrity", "--enable-metrics")
 
 
 @pytest.fixture(scope="module")
@@ -102,37 +100,8 @@ def test_data_parallel_server_info(servers: ServerPool, dp_spec: ServerSpec) -> 
         assert block["device_kv"]["total_tokens"] == 2 * state["neo"]["device_kv"]["total_tokens"]
 
 
-CROWD, CROWD_TOKENS = 16, 80
 _source = random.Random(10)
 LONG = {"input_ids": [_source.randrange(3, 256) for _ in range(900)], "max_new_tokens": TOKENS, "ignore_eos": True}
-
-
-def crowd_prompts() -> list[list[int]]:
-    source = random.Random(9)
-    return [[source.randrange(3, 256) for _ in range(source.randrange(20, 160))] for _ in range(CROWD)]
-
-
-def answer_crowd(server: Server, workers: int, **request: object) -> list[list[int]]:
-    """Its answers, so many requests at once."""
-
-    def ask(ids: list[int]) -> list[int]:
-        body = dict(input_ids=ids, max_new_tokens=CROWD_TOKENS, ignore_eos=True, **request)
-        tokens: list[int] = server.generate(**body)["output_ids"]
-        return tokens
-
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(ask, crowd_prompts()))
-
-
-def check_used_the_host(server: Server) -> None:
-    neo = server.info()["neo"]
-    steps = {mode: count for mode, count in neo["steps_total"].items() if mode != "gpu_only"}
-    assert neo["host_tokens_total"] > CROWD * CROWD_TOKENS / 10 and steps[neo["active_mode"]] > 50, neo
-    assert neo["host_prefill"]["computed_tokens"] > 200, neo
-    assert neo["host_running_reqs"] == 0, "a request that has ended still has host memory"
-    host, cached = neo["host_kv"], neo["host_cache"]["evictable_tokens"]
-    assert host["free_tokens"] + cached == host["total_tokens"], neo
-    assert "KV cache pool is full. Retract" not in server.log(), server.log_tail()
 
 
 @pytest.fixture(scope="module")
@@ -259,44 +228,6 @@ def test_tensor_parallel_ranks_take_a_prompt_larger_than_the_device_pool(
 COMINGS = int(os.environ.get("NEO_TEST_ABORTS", "60"))
 
 
-class Comings:
-    """Requests of the crowd, twelve at a time: half of them are aborted or left in the middle of the answer."""
-
-    def __init__(self, server: Server, seed: int):
-        self._server, self._rng = server, random.Random(seed)
-        self.counts: Counter[str] = Counter()
-        #: Of those who stayed: which of the crowd, and the answer.
-        self.answers: list[tuple[int, list[int]]] = []
-
-    def run(self, count: int) -> None:
-        plans = [
-            (i, self._rng.choice(("stays", "stays", "is-aborted", "leaves")), self._rng.randrange(CROWD_TOKENS))
-            for i in range(count)
-        ]
-        with ThreadPoolExecutor(12) as pool:
-            list(pool.map(lambda plan: self._come(*plan), plans))
-
-    def _come(self, number: int, kind: str, after: int) -> None:
-        body = generate_body(
-            input_ids=crowd_prompts()[number % CROWD], max_new_tokens=CROWD_TOKENS, ignore_eos=True, stream=True,
-            rid=(name := f"{kind}-{number:05}"),
-        )  # fmt: skip
-        tokens: list[int] = []
-        with requests.post(f"{self._server.url}/generate", json=body, stream=True, timeout=300) as answer:
-            for line in answer.iter_lines():
-                if not line.startswith(b"data: {"):
-                    continue
-                tokens = json.loads(line[len(b"data: ") :])["output_ids"]
-                if kind != "stays" and len(tokens) >= after:
-                    if kind == "leaves":
-                        break
-                    self._server.post("/abort_request", {"rid": name})
-                    after = CROWD_TOKENS + 1
-        self.counts[kind] += 1
-        if kind == "stays":
-            self.answers.append((number % CROWD, tokens))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(max(600, 4 * COMINGS))
 def test_tensor_parallel_ranks_agree_on_aborts(
@@ -305,20 +236,9 @@ def test_tensor_parallel_ranks_agree_on_aborts(
     server = servers.shared(tp_spec)
     comings = Comings(server, seed=11)
     comings.run(COMINGS)
-    assert min(comings.counts[kind] for kind in ("stays", "is-aborted", "leaves")) > COMINGS / 8, comings.counts
     wrong = [number for number, tokens in comings.answers if tokens != crowd_alone[number]]
-    assert not wrong and len(comings.answers) == comings.counts["stays"]
-
-    def all_free() -> bool:
-        if server.post("/flush_cache", {}).status_code != 200:  # refused while a request runs
-            return False
-        neo = server.info()["neo"]
-        return all(neo[pool]["free_tokens"] == neo[pool]["total_tokens"] for pool in ("device_kv", "host_kv"))
-
-    wait_until(all_free, 60, "all KV free")
-    neo = server.info()["neo"]
-    assert neo["host_tokens_total"] > COMINGS * CROWD_TOKENS / 20, neo
-    assert neo["failed_steps"] == neo["raised_steps"] == 0, neo
+    assert not wrong
+    comings.check_all_is_free()
 
 
 @pytest.mark.slow
