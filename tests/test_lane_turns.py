@@ -6,16 +6,19 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from sglang_neo.batching import NeoScheduleBatch
+from sglang_neo.hybrid.host_attention import CpuTimes
 from sglang_neo.pipelining import Pipelining
 from sglang_neo.planning.lanes import LaneLimits
 from sglang_neo.planning.pace import Pace
 from sglang_neo.planning.placement import Rules
+from sglang_neo.recovery import LaunchedHostRows
 from sglang_neo.token_manager import HostRow
 from tests.harness.exact import assert_exact, first_difference
 from tests.harness.graphs import capture_decode_steps
@@ -114,6 +117,28 @@ def test_limits_are_measured(tiny: Tiny) -> None:
         pace, limits = scheduler.scheduler.pipelining._pace, scheduler.scheduler.pipelining.limits
     assert 0 < limits.decode < 1e9, limits
     assert pace._cpu is not None and 0 < pace._cpu < 0.01
+
+
+@pytest.mark.parametrize(("within", "bound"), [(0.0, True), (0.02, False)])
+def test_the_wait_between_steps_says_nothing_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, within: float, bound: bool
+) -> None:
+    """Steps of 100 ms, of which the CPU waits 10 before the first hand-off, and ``within`` in the layers."""
+    now, times = [0.0], [CpuTimes(0.0, 0.0)]
+    attention: Any = SimpleNamespace(cpu_times=lambda: times[0])
+    pipelining = Pipelining(None, attention, None)  # type: ignore[arg-type]
+    monkeypatch.setattr("sglang_neo.pipelining.time.perf_counter", lambda: now[0])
+    batch: Any = SimpleNamespace(reqs=[None] * 20)
+    launched = LaunchedHostRows([], 1, None, mode="pipelined", tokens=8000)
+    limits = []
+    for _ in range(2 * Pace.WINDOW):
+        pipelining.processed(batch, SimpleNamespace(neo_launched=launched))
+        limits.append(pipelining._pace.limits.decode)
+        now[0] += 0.1
+        times[0] = replace(times[0], wait=times[0].wait + 0.01 + within, between=times[0].between + 0.01)
+    assert (limits[-1] < 8000) == bound, limits[-1]
+    if not bound:
+        assert limits[-1] == pytest.approx(Pace.BUSY * 8000 * 0.09 / 0.07, rel=1e-3)
 
 
 def test_rows_that_wait_keep_their_place(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
