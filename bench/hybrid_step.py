@@ -2,6 +2,7 @@
 
     python -m bench.hybrid_step MODEL --out FILE [--mode sync] [--device-rows 32] [--host-rows 4] [--tokens 500]
                                 [--replays 5000] [--stall 6] [--profile FOLDER] [--backend triton] [--device cuda]
+                                [--load-format auto] [--host-kv-dtype auto]
 
 One of our schedulers in this process, without sockets, decodes the same requests in turns of five kinds:
 
@@ -364,6 +365,8 @@ def main() -> int:
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--load-format", default="auto", help="dummy: MODEL needs nothing but a config.json")
+    parser.add_argument("--host-kv-dtype", default="auto")
     parser.add_argument("--pool", type=int, default=100000, help="tokens of the device pool")
     parser.add_argument("--host-gb", type=float, default=20.0)
     parser.add_argument("--vocabulary", type=int, default=128000)
@@ -379,7 +382,9 @@ def main() -> int:
         "max_total_tokens": args.pool,
         "max_running_requests": rows + 4,
         "disable_radix_cache": True,
+        "load_format": args.load_format,
         "neo_mode": args.mode,
+        "neo_host_kv_dtype": args.host_kv_dtype,
         "neo_host_kv_size": args.host_gb,
         "neo_watchdog_timeout": args.watchdog,
         "log_level": "info",
