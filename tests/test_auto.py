@@ -229,7 +229,7 @@ def test_workers_that_stop_while_modes_change(tiny: Tiny, alone: Any) -> None:
     options: dict[str, Any] = {
         "max_total_tokens": 512,
         "max_running_requests": 16,
-        "neo_watchdog_timeout": 0.4,
+        "neo_watchdog_timeout": 0.8,
         "neo_deferred_slots": 2,
         "neo_mode": "auto",
     }

@@ -280,7 +280,7 @@ def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, overlap: bool) ->
     options: dict[str, Any] = {
         "max_total_tokens": 512,
         "max_running_requests": 16,
-        "neo_watchdog_timeout": 0.4,
+        "neo_watchdog_timeout": 0.8,
         "neo_deferred_slots": 2,
         "neo_check_integrity": True,
         "disable_overlap_schedule": not overlap,

@@ -125,7 +125,7 @@ def test_the_lanes_take_turns(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> No
 def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, overlap: bool) -> None:
     requests = crowd(seed=1)
     stall = Stall(after=8)
-    options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
+    options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.8}
     with InProcessScheduler(
         "neo", tiny("llama"), disable_overlap_schedule=not overlap, neo_mode="pipelined", **options
     ) as scheduler:

@@ -155,7 +155,7 @@ def test_workers_that_stop_beside_a_prefill(
         return own(attention, rows)
 
     monkeypatch.setattr(PipelinedAttention, "launch_beside", launch_beside)
-    options = OPTIONS | {"neo_watchdog_timeout": 0.4, "disable_overlap_schedule": not overlap}
+    options = OPTIONS | {"neo_watchdog_timeout": 0.8, "disable_overlap_schedule": not overlap}
     with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
         scheduler.scheduler.placement.rules = Rules(pause_steps=4)
         got = scheduler.run(requests, stall)

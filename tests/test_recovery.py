@@ -70,7 +70,7 @@ def crowd(seed: int, count: int = 10, answer: int = 60) -> list[Request]:
 def test_workers_that_stop_for_a_while(tiny: Tiny, alone: Any, caplog: pytest.LogCaptureFixture, overlap: bool) -> None:
     requests = crowd(seed=1)
     stall = Stall(after=8, times=2)
-    options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
+    options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.8}
     with (
         caplog.at_level(logging.ERROR),
         InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=not overlap, **options) as scheduler,
@@ -152,7 +152,7 @@ def test_wrong_tokens_are_published_where_a_failure_goes_unseen(
 
     requests = crowd(seed=1)
     monkeypatch.setattr(HostAttention, "failure", lambda self, epoch: self.reset(60) and None)
-    options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.4}
+    options: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 16, "neo_watchdog_timeout": 0.8}
     with InProcessScheduler("neo", tiny("llama"), disable_overlap_schedule=True, **options) as scheduler:
         got = scheduler.run(requests, Stall(after=8))
     with pytest.raises(AssertionError):

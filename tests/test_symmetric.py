@@ -67,7 +67,7 @@ def test_what_the_host_cannot_have_goes_to_the_device(tiny: Tiny, alone: Any) ->
 def test_while_the_cpu_rests_the_device_serves(tiny: Tiny, alone: Any) -> None:
     requests = crowd(seed=13, count=8, answer=40)
     stall = Stall(after=8)
-    options: dict[str, Any] = {"max_running_requests": 16, "neo_watchdog_timeout": 0.4, "neo_mode": "symmetric"}
+    options: dict[str, Any] = {"max_running_requests": 16, "neo_watchdog_timeout": 0.8, "neo_mode": "symmetric"}
     with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
         scheduler.scheduler.placement.rules = Rules(pause_steps=4)
         got = scheduler.run(requests, stall)
