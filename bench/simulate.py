@@ -325,18 +325,21 @@ class Server:
     def _pages(tokens: int) -> int:
         return -(-tokens // 64) * 64
 
-    def _partial(self) -> Request | None:
-        """A prompt of which a part is in a pool."""
-        return self._waiting[0] if self._waiting and self._waiting[0].place else None
+    def _begun(self) -> list[Request]:
+        """Prompts of which a part is in a pool: one for the host, and one for the device that has overtaken it."""
+        begun: list[Request] = []
+        for request in self._waiting:
+            if not request.place:
+                break
+            begun.append(request)
+        return begun
 
     def _device_used(self) -> int:
-        partial = self._partial()
-        used = partial.prompt + partial.produced if partial and partial.place == "device" else 0
+        used = sum([begun.prompt + begun.produced for begun in self._begun() if begun.place == "device"])
         return used + sum([request.kv for request in self._device])
 
     def _host_used(self) -> int:
-        partial = self._partial()
-        used = self._pages(partial.prompt + partial.produced) if partial and partial.place == "host" else 0
+        used = sum([self._pages(begun.prompt + begun.produced) for begun in self._begun() if begun.place == "host"])
         return used + sum([-(-(request.kv + 1) // 64) * 64 for request in self._host])
 
     def _state(self) -> State:
@@ -358,6 +361,7 @@ class Server:
             waiting=tuple(waiting),
             device_free=self._device_pool - self._device_used(),
             host_free=self._host_pool - self._host_used(),
+            device_left=tuple(request.output - request.produced for request in self._device),
             device_reserved=self._growth(self._device),
             host_reserved=self._growth(self._host),
             best_effort_host_rows=sum(request.best_effort for request in self._host),
@@ -376,7 +380,7 @@ class Server:
         self._forget(request)
         request.prefilled, request.place = 0, None
         request.retractions += 1
-        self._waiting.insert(1 if self._partial() else 0, request)
+        self._waiting.insert(len(self._begun()), request)
         rows = [*self._device, *self._host]
         if rows:
             part = sum(row.produced + 20 for row in rows) / sum(row.output for row in rows)
@@ -425,11 +429,12 @@ class Server:
         self._land_for_lanes(step)
         lane = self._host[: step.lane_b]
         lane_b = Rows(len(lane), sum(request.kv for request in lane))
-        past = sum(request.prefilled for request in list(self._waiting)[: len(step.prefill)])
+        prompts = list(self._waiting)[step.overtaken : step.overtaken + len(step.prefill)]
+        past = sum(request.prefilled for request in prompts)
         measured = self.machine.run(step, self._now, Rows(), Rows(), lane_b, past)
         self._now += measured.seconds
         done = []
-        for request, tokens in zip(list(self._waiting), step.prefill, strict=False):
+        for request, tokens in zip(prompts, step.prefill, strict=True):
             request.place = step.prefill_to
             request.prefilled += tokens
             if request.to_prefill == 0:

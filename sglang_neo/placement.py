@@ -14,6 +14,11 @@ from sglang_neo.planning.placement import Row, Rules, pause_after, to_admit, to_
 from sglang_neo.token_manager import HostRow, NeoTokenManager, host_row, keeps_device_kv
 
 
+def to_come(req: Any) -> int:
+    """Tokens that a request may still generate, as SGLang's admission counts them."""
+    return int(min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS))
+
+
 def _device_rows(batch: Any) -> int:
     return sum(host_row(req) is None and not req.finished() for req in batch.reqs)
 
@@ -159,18 +164,28 @@ class Placement:
             self.meter.decoded()
         needed = batch.new_tokens_required_next_decode()
         if self.device_free() < needed:
-            rows = _device_rows(batch)
             # In a pause SGLang retracts; the last row it would abort.
-            if self._open or rows == 1:
-                self._make_room(batch, needed + self._device_footprint(self.rules.growth_steps) * rows, partly=True)
+            if self._open or _device_rows(batch) == 1:
+                self._make_room(batch, needed, partly=True, growth_steps=self.rules.growth_steps)
         elif self._may_return_now(batch):
             self._return(batch)
 
-    def _make_room(self, batch: Any, needed: int, partly: bool) -> bool:
-        """Moves the newest rows out until ``needed`` tokens are free on the device; whether any row moved."""
+    def _make_room(self, batch: Any, needed: int, partly: bool, growth_steps: int = 0) -> bool:
+        """Moves the newest rows out until ``needed`` tokens are free on the device, and as many as the rows that stay
+        grow by in so many steps; whether any row moved."""
+
+        def growth(req: Any) -> int:
+            return self._device_footprint(min(growth_steps, to_come(req)))
+
         moved = False
-        while (missing := needed - self.device_free()) > 0:
-            rows = self._rows(batch, self._may_leave)
+        while True:
+            staying = sum([growth(req) for req in batch.reqs if host_row(req) is None and not req.finished()])
+            if (missing := max(needed, staying) - self.device_free()) <= 0:
+                break
+            rows = [
+                dataclasses.replace(row, growth=growth(batch.reqs[row.index]))
+                for row in self._rows(batch, self._may_leave)
+            ]
             leaving = to_host(rows, missing, self._manager.host_available(), partly=partly)
             if not any([self.move_to_host(batch.reqs[index]) for index in leaving]):
                 break
@@ -258,15 +273,11 @@ class Placement:
         if not lower:
             return
         ratio = scheduler.new_token_ratio_tracker.current
-
-        def answer(req: Any) -> int:
-            return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-
         # As admission counts: every row on the device takes what it is expected to generate.
-        growth = {i: int(answer(req) * ratio) for i, req in enumerate(batch.reqs) if host_row(req) is None}
+        growth = {i: int(to_come(req) * ratio) for i, req in enumerate(batch.reqs) if host_row(req) is None}
         lower = [dataclasses.replace(row, device_tokens=row.device_tokens + growth[row.index]) for row in lower]
         prompt = len(first.origin_input_ids) + len(first.output_ids)
-        needed = self._device_footprint(prompt + answer(first)) + self._page + sum(growth.values())
+        needed = self._device_footprint(prompt + to_come(first)) + self._page + sum(growth.values())
         leaving = to_host(lower, needed - self.device_free(), self._manager.host_available(), partly=False)
         for index in leaving:
             self.move_to_host(batch.reqs[index])

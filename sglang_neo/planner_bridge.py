@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_neo.batching import NeoScheduleBatch, host_rows_to_decode
@@ -24,7 +23,7 @@ from sglang_neo.deferral import Deferral
 from sglang_neo.hybrid.host_attention import HostAttention
 from sglang_neo.hybrid.pipelined import Lanes, PipelinedAttention
 from sglang_neo.pipelining import lanes_of
-from sglang_neo.placement import Placement
+from sglang_neo.placement import Placement, to_come
 from sglang_neo.planning.correction import Measured, waited
 from sglang_neo.planning.costs import MODES, Costs, Mode, Rows, StepCost
 from sglang_neo.planning.placement import Rules
@@ -169,7 +168,7 @@ class PlannerBridge:
 
     def _prompt(self, req: Any, place: Any) -> Prompt:
         tokens, past = len(req.origin_input_ids) + len(req.output_ids), len(req.prefix_indices)
-        output = self._to_come(req)
+        output = to_come(req)
         return Prompt(
             tokens=max(tokens - past, 1),
             past=past,
@@ -179,14 +178,10 @@ class PlannerBridge:
             place=place,
         )
 
-    @staticmethod
-    def _to_come(req: Any) -> int:
-        return int(min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS))
-
     def _growth(self, reqs: Sequence[Any]) -> int:
         """Tokens that SGLang reserves for the output to come of these requests."""
         ratio = self._scheduler.new_token_ratio_tracker.current
-        return int(ratio * sum([self._to_come(req) for req in reqs]))
+        return int(ratio * sum([to_come(req) for req in reqs]))
 
     # -- the plan ----------------------------------------------------------------------------------------------
 

@@ -58,3 +58,26 @@ def test_the_device_is_filled_from_the_host(
     monkeypatch.setattr(Placement, "somebody_can_come", lambda self, batch: bool(self._scheduler.waiting_queue))
     without = device_rows(tiny, alone, **mode)
     assert with_it > 1.1 * without, (with_it, without)
+
+
+def test_a_small_row_that_leaves_takes_no_older_one_with_it(
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows whose whole growth fits the device just so, and small ones that come into the room that they do not need
+    yet: when it runs out the small ones leave, and what is free then is enough."""
+    rng = random.Random(6)
+    large = [Request(f"a{i}", random_prompt(rng, 100), 60) for i in range(2)]
+    small = [Request(f"b{i}", random_prompt(rng, 8), 40, arrive=30) for i in range(6)]
+    left: set[str] = set()
+    move = Placement.move_to_host
+
+    def watched(self: Placement, req: Any) -> bool:
+        left.add(req.rid)
+        return move(self, req)
+
+    monkeypatch.setattr(Placement, "move_to_host", watched)
+    sizes = {"max_total_tokens": 326, "max_running_requests": 8, "schedule_conservativeness": 0.1}
+    with InProcessScheduler("neo", tiny("llama"), **sizes) as scheduler:
+        got = scheduler.run([*large, *small])
+    assert_exact(alone("llama", [*large, *small]), tokens(got))
+    assert left and left <= {request.name for request in small}, left

@@ -26,13 +26,15 @@ class Row:
     device_tokens: int  # that it occupies, or would occupy, on the device
     host_tokens: int  # the same in host memory
     rank: int = 0  # the higher, the more it matters
+    growth: int = 0  # device tokens of those needed that are for its own next steps: none if it leaves
 
 
 @dataclass(frozen=True)
 class Rules:
     """What keeps placement steady."""
 
-    #: When the device runs out, make room for so many steps at once rather than for one.
+    #: When the device runs out, make room for so many steps at once rather than for one, of a row as many as it has
+    #: left at most.
     growth_steps: int = 16
     #: After a return every device row must have room to grow for so many steps.
     return_steps: int = 64
@@ -72,7 +74,7 @@ def to_host(rows: Sequence[Row], needed: int, host_free: int, *, partly: bool) -
             break
         if row.host_tokens <= host_free:
             leaving.append(row.index)
-            needed -= row.device_tokens
+            needed -= row.device_tokens + row.growth
             host_free -= row.host_tokens
     return leaving if partly or needed <= 0 else []
 

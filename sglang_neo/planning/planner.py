@@ -108,6 +108,7 @@ class State:
     device_free: int  # free, or evictable
     host_free: int
     device_total: int = 1 << 60  # tokens of the device's pool
+    device_left: tuple[int, ...] = ()  # tokens that each device row may still get at most; empty: not known
     device_reserved: int = 0  # of what is free, for the output to come of rows that are there
     host_reserved: int = 0
     best_effort_host_rows: int = 0
@@ -130,6 +131,7 @@ class StepPlan:
     slots: int = 0  # of a deferred step, that rows may enter
     prefill: tuple[int, ...] = ()  # new tokens of the first waiting prompts
     prefill_to: Place | None = None
+    overtaken: int = 0  # waiting prompts before those
     held_up: int = 0  # device rows that wait meanwhile
     load_back: bool = False  # whether the first prompt's host hit is copied to the device instead of computed again
     to_host: tuple[int, ...] = ()  # indices into ``State.device_rows``
@@ -212,12 +214,17 @@ def plan(state: State, limits: Limits, tables: Tables, memory: Memory, admit: bo
     prompts, place = (
         _admitted(state, limits, costs, memory, goal if pays else alone, bool(leaving)) if admit else ((), None)
     )
+    overtaken = 0
+    in_chunks = admit and not leaving and state.waiting and state.waiting[0].place == "host"
+    if in_chunks and (others := _overtaking(state, limits, blocked=bool(state.host_rows) and not pays)):
+        prompts, place, overtaken = others, "device", 1
     if prompts:
         assert place is not None
         if current.mode == memory.mode:
             regret = memory.regret  # nothing is lost in a prefill, whatever mode decode steps have
         open_to_cpu = not memory.guard.closed and state.cpu_lag <= limits.max_lag
-        return _prefill(state, limits, costs, current, regret, open_to_cpu, prompts, place)
+        step = _prefill(state, limits, costs, current, regret, open_to_cpu, prompts, place)
+        return replace(step, overtaken=overtaken) if overtaken else step
     returning: tuple[int, ...] = ()
     # If others wait, the room goes to somebody at once: to the host rows, who came first, unless they do well there.
     settled = memory.steps_since_departure >= limits.rules.cooldown_steps
@@ -437,13 +444,17 @@ def _leaving(state: State, limits: Limits) -> tuple[int, ...]:
     rows = len(state.device_rows)
     if state.device_free >= rows * limits.device_page:
         return ()
-    needed = rows * _pages(limits.rules.growth_steps, limits.device_page) - state.device_free
+    steps = limits.rules.growth_steps
+    left = state.device_left or (steps,) * rows
+    growth = [_pages(min(steps, tokens), limits.device_page) for tokens in left]
+    needed = sum(growth) - state.device_free
     newest: list[placement.Row] = []
     freed = 0
     for i in range(rows - 1, max(0, rows - 1 - MOVED_AT_ONCE), -1):  # the oldest stays
         tokens = state.device_rows[i]
-        newest.append(placement.Row(i, _pages(tokens, limits.device_page), _pages(tokens + 1, limits.host_page)))
-        freed += newest[-1].device_tokens
+        pages = _pages(tokens, limits.device_page), _pages(tokens + 1, limits.host_page)
+        newest.append(placement.Row(i, *pages, growth=growth[i]))
+        freed += newest[-1].device_tokens + growth[i]
         if freed >= needed:
             break
     return tuple(placement.to_host(newest[::-1], needed, state.host_free, partly=True))
@@ -528,6 +539,20 @@ def _admitted(
         if few and costs.prefill(tokens, 0).seconds > (1 + PREFILL_WASTE) * whole * tokens:
             return (), None
     return tuple(prompts), place
+
+
+def _overtaking(state: State, limits: Limits, blocked: bool) -> tuple[Prompt, ...]:
+    """Prompts for the device behind one that goes to the host in chunks, of which the next may have to wait: they do
+    not wait with it, unless they need chunks themselves."""
+    free, tokens = state.device_free - state.device_reserved, 0
+    prompts: list[Prompt] = []
+    for prompt in state.waiting[1:]:
+        if prompt.place is None and (blocked or prompt.room > free or tokens + prompt.tokens > limits.prefill_tokens):
+            break
+        free -= prompt.room
+        tokens += prompt.tokens
+        prompts.append(prompt)
+    return tuple(prompts)
 
 
 def _host_prefill_tokens(state: State, limits: Limits, costs: Costs) -> int:

@@ -104,7 +104,9 @@ def test_no_request_starves_in_either_pool(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "output", "load", "rows"), [(512, 32, 2.0, 16.0), (900, 96, 1.5, 6.0), (2000, 32, 0.5, 4.0)]
+    ("prompt", "output", "load", "rows"),
+    # The last: prompts for the device come past one that goes to the host in many chunks.
+    [(512, 32, 2.0, 16.0), (900, 96, 1.5, 6.0), (2000, 32, 0.5, 4.0), (4096, 512, 2.0, 4.0)],
 )
 def test_auto_is_hardly_ever_worse_than_the_best_fixed_mode(prompt: int, output: int, load: float, rows: float) -> None:
     point = Point("H200", MODEL, prompt, output, load, "test", rows, seed=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,13 @@ def test_the_newest_leave_until_there_is_room() -> None:
     assert to_host(rows(100, 200, 300), 250, 10_000, partly=False) == [2]
     assert to_host(rows(100, 200, 300), 301, 10_000, partly=False) == [2, 1]
     assert to_host(rows(100, 200, 300), 0, 10_000, partly=False) == []
+
+
+def test_a_row_that_leaves_needs_no_room_to_grow() -> None:
+    growing = [replace(row, growth=16) for row in rows(600, 600, 70)]
+    assert to_host(growing, 3 * 16, 10_000, partly=True) == [2]
+    assert to_host(growing, 70 + 16, 10_000, partly=True) == [2]
+    assert to_host(growing, 70 + 17, 10_000, partly=True) == [2, 1]
 
 
 def test_a_row_that_host_memory_cannot_hold_is_passed_over() -> None:

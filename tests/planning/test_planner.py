@@ -387,6 +387,10 @@ def test_the_newest_leave_when_the_device_cannot_grow() -> None:
     assert plan(state(8, device_free=7), only(), TABLES, Memory()).to_host == (), "plain SGLang retracts"
     assert plan(state(1, device_free=0), LIMITS, TABLES, Memory()).to_host == (), "the last one stays"
     assert plan(state(8, device_free=7, host_free=64), LIMITS, TABLES, Memory()).to_host == ()
+    small = replace(state(8, device_free=7), device_rows=(1000,) * 7 + (25,))
+    assert plan(small, LIMITS, TABLES, Memory()).to_host == (7, 6)
+    ending = replace(small, device_left=(4,) * 8)
+    assert plan(ending, LIMITS, TABLES, Memory()).to_host == (7,), "nobody grows after its last token"
 
 
 def test_host_rows_return_when_nobody_waits_and_there_is_room_to_stay() -> None:
@@ -601,6 +605,23 @@ def test_a_prompt_on_its_way_to_the_host_waits_for_its_share_of_the_time() -> No
     assert plan(there, LIMITS, TABLES, Memory(host_prefill_debt=1e-9)).prefill_to is None
     alone = replace(there, device_rows=())
     assert plan(alone, LIMITS, TABLES, Memory(host_prefill_debt=1.0)).prefill_to == "host"
+
+
+def test_prompts_for_the_device_do_not_wait_behind_one_that_goes_to_the_host_in_chunks() -> None:
+    first = Prompt(5_000, past=1_000, room=7_000, place="host")
+    fits, long = Prompt(500, room=700), Prompt(20_000, room=30_000)
+    there = state(waiting=(first, fits, fits, long, fits), device_free=2_000)
+    for debt in (0.0, 1e-9):
+        step = plan(there, LIMITS, TABLES, Memory(host_prefill_debt=debt))
+        assert (step.prefill, step.prefill_to, step.overtaken) == ((500, 500), "device", 1)
+    wide = replace(there, waiting=(first, fits, long, fits), device_free=50_000)
+    assert plan(wide, LIMITS, TABLES, Memory()).prefill == (500,), "who needs chunks itself waits, and who is behind it"
+    begun = Prompt(100, past=400, room=500, place="device")
+    step = plan(replace(there, waiting=(first, begun), device_free=32), LIMITS, TABLES, Memory())
+    assert (step.prefill, step.prefill_to, step.overtaken) == ((100,), "device", 1), "it has its room already"
+    slow = real(cpu_attention=ideal(cpu_per_token=1e-3).cpu_attention)
+    step = plan(replace(there, host_rows=(1000,)), LIMITS, slow, Memory(host_prefill_debt=1e-9))
+    assert step.prefill == () and step.to_device == (0,), "but rows of the host that do not pay go first"
 
 
 def test_draining_pays_exactly_until_the_new_mode_gives_more_meanwhile() -> None:
