@@ -30,6 +30,7 @@ from sglang_neo.planning.placement import Rules
 from sglang_neo.planning.planner import (
     Limits,
     Memory,
+    Place,
     Prompt,
     State,
     StepPlan,
@@ -350,7 +351,8 @@ class PlannerBridge:
         do so beside it: ``batch.neo_beside`` names them."""
         tokens, past = batch.extend_num_tokens, sum(batch.prefix_lens or [])
         to_host = bool(batch.reqs) and host_row(batch.reqs[0]) is not None
-        beside, cost = self._beside(running, tokens, past)
+        place: Place = "host" if to_host else "device"
+        beside, cost = self._beside(running, tokens, past, place)
         batch.neo_beside = beside
         step = StepPlan(
             mode="pipelined" if beside else "gpu_only",
@@ -360,7 +362,7 @@ class PlannerBridge:
             device_rows=0,
             lane_b=len(beside),
             prefill=(tokens,),
-            prefill_to="host" if to_host else "device",
+            prefill_to=place,
             held_up=self._counted[0],
             standing=len(self._manager.host_rows()),
             regret=self.memory.regret,
@@ -369,11 +371,11 @@ class PlannerBridge:
             self._held_up[self._step] = cost.seconds
         batch.neo_planned = Launched(step, Rows(), Rows(), not self._idle, self._step)
 
-    def _beside(self, running: Any, tokens: int, past: int) -> tuple[Sequence[Any], StepCost]:
+    def _beside(self, running: Any, tokens: int, past: int, place: Place) -> tuple[Sequence[Any], StepCost]:
         """Requests of the running batch that decode in lane B of a prefill, and what the step costs."""
         costs, planned, limits = self._costs(), self._planned, self.limits
         alone = costs.prefill(tokens, past)
-        there = "pipelined" in limits.modes and limits.lane_beside_prefill and not self._placement.paused
+        there = limits.lane_beside(place, self._counted[0]) and not self._placement.paused
         if not there or planned is None or (self._deferral is not None and any(True for _ in self._deferral.riders())):
             return (), alone
         on_host = host_rows_to_decode(running)

@@ -78,6 +78,15 @@ class Limits:
         if "gpu_only" not in self.modes:
             raise ValueError("gpu_only is what the planner falls back to: modes must contain it")
 
+    def lane_beside(self, place: Place, held_up: int) -> bool:
+        """Whether host rows may decode in a lane beside a prefill for which so many device rows wait.
+
+        Not beside one that the meter counts: the lane's pass through the weights would take of the time in which
+        prompts come to the host, and a prompt brings a row's whole answer for it, the lane one token of each row.
+        """
+        metered = place == "host" and held_up > 0 and not math.isinf(self.max_slowdown)
+        return "pipelined" in self.modes and self.lane_beside_prefill and not metered
+
     @cached_property
     def crowded(self) -> placement.Rules:
         """The rules while others wait: the room would not stay free anyway, and a copy is cheaper than the prefill that
@@ -591,8 +600,8 @@ def _prefill(
             chunks = _chunks(chunks, max(sum(chunks) // 2, limits.host_page))
             cost = costs.prefill(sum(chunks), past)
     lane_b, rate = 0, max(current.rate, _full_rate(state, costs))
+    lanes = limits.lane_beside(place, len(state.device_rows))
     # In deferred mode host rows are between two layers and take no part in lanes.
-    lanes = "pipelined" in limits.modes and limits.lane_beside_prefill
     if state.host_rows and lanes and open_to_cpu and current.mode != "deferred":
         chunks, lane_b, cost = _beside_prefill(state, limits, costs, rate, chunks, past, cost)
     return StepPlan(
