@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import exp, pi, sin
+from math import exp, pi, sin, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +218,10 @@ class TrueMachine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run. Output tokens per second: ``throughput`` from the first arrival to the last token, ``loaded`` until
-    the last arrival only (the same for a backlog). Short runs distort both: the first has an end in which few requests
-    are left, the second does not see what was prefilled and not yet decoded."""
+    """Of one run. Output tokens per second: ``throughput`` from the first arrival to the last token, ``loaded`` from
+    when a third of the requests has arrived until the last has (the same for a backlog). Short runs distort both: the
+    first has an end in which few requests are left, and in the second there may be more at the end that was prefilled
+    and not yet decoded than at the beginning."""
 
     throughput: float
     loaded: float
@@ -273,7 +274,8 @@ class Server:
         self._steps: dict[str, int] = {}
         self._errors: list[float] = []
         self._lines: list[str] = []
-        self._last_arrival = max((request.arrival for request in self.requests), default=0.0)
+        arrivals = sorted([request.arrival for request in self.requests]) or [0.0]
+        self._loaded_from, self._last_arrival = arrivals[len(arrivals) // 3], arrivals[-1]
         self._loaded_tokens = 0
 
     # -- events ------------------------------------------------------------------------------------------------
@@ -504,7 +506,7 @@ class Server:
             request.kv = request.prompt + request.produced
             self._flying_tokens += request.in_flight
             request.produced += 1
-            self._loaded_tokens += self._now <= self._last_arrival
+            self._loaded_tokens += self._loaded_from < self._now <= self._last_arrival
             request.served = self.step
             if place == "host":
                 request.host_tokens += 1
@@ -526,7 +528,7 @@ class Server:
         device = [r.tpot for r in done if r.tpot is not None and not r.host_tokens]
         host = [r.tpot for r in done if r.tpot is not None and r.host_tokens]
         throughput = tokens / seconds if seconds else 0.0
-        arriving = self._last_arrival - start
+        arriving = self._last_arrival - self._loaded_from
         return Outcome(
             throughput=throughput,
             loaded=self._loaded_tokens / arriving if arriving else throughput,
@@ -594,8 +596,58 @@ def limits_of(known: Tables, threads: int, host_pool: int, modes: tuple[Mode, ..
     return Limits(threads, modes, max_slots=slots, **more)
 
 
-def run_point(point: Point, requests: float, perturbation: Perturbation) -> dict[str, Any]:
-    """All fixed modes and auto on one point: the same requests, the same machine."""
+def run_point(point: Point, requests: float, perturbation: Perturbation, repeats: int = 1) -> dict[str, Any]:
+    """All fixed modes and auto on one point: the same requests, the same machine.
+
+    Two runs whose plans differ in one step are soon as different as two runs with other requests, by some percent. So a
+    point is run again, with other requests on another machine, until it is known on which side of ``AIM`` it lies.
+
+    Args:
+        repeats: at most.
+    """
+    runs: list[dict[str, Outcome]] = []
+    while not runs or (len(runs) < repeats and not _settled(runs)):
+        runs.append(_outcomes(replace(point, seed=point.seed + 1000 * len(runs)), requests, perturbation))
+
+    def mean(name: str, of: str) -> float:
+        return statistics.fmean([getattr(outcomes[name], of) for outcomes in runs])
+
+    best = _best(runs)
+    whole = mean("auto", "throughput") / max(mean(name, "throughput") for name in FIXED)
+    loaded = mean("auto", "loaded") / max(mean(name, "loaded") for name in FIXED)
+    alone = [mean("auto", of) / mean("gpu_only", of) for of in ("throughput", "loaded")]
+    steps: dict[str, int] = {}
+    for outcomes in runs:
+        for mode, count in outcomes["auto"].steps.items():
+            steps[mode] = steps.get(mode, 0) + count
+    return {
+        **asdict(point),
+        "runs": len(runs),
+        "best": best,
+        "tokens_per_second": {name: round(mean(name, "throughput"), 2) for name in (*FIXED, "auto")},
+        "tokens_per_second_loaded": {name: round(mean(name, "loaded"), 2) for name in (*FIXED, "auto")},
+        "auto_over_best_throughput": round(whole, 4),
+        "auto_over_best_loaded": round(loaded, 4),
+        # What a run is too short for shows in one of the two; a mode that is worse shows in both.
+        "auto_over_best": round(max(whole, loaded), 4),
+        "standard_error": None if len(runs) == 1 else round(_standard_error(_ratios(runs, best)), 4),
+        "auto_over_gpu_only": round(max(alone), 4),
+        "auto_over_gpu_only_throughput": round(alone[0], 4),
+        "auto_steps": dict(sorted(steps.items())),
+        "host_share": round(mean("auto", "host_share"), 3),
+        "error": round(mean("auto", "error"), 4),
+    }
+
+
+#: Of what the best fixed mode gives.
+AIM = 0.98
+
+#: A point counts as settled if all modes are so near to each other; or after so many runs, if its mean is further from
+#: ``AIM`` than so many standard errors.
+ALIKE, LEAST_RUNS, STANDARD_ERRORS = 0.005, 3, 2.0
+
+
+def _outcomes(point: Point, requests: float, perturbation: Perturbation) -> dict[str, Outcome]:
     machine, model = MACHINES[point.machine], MODELS[point.model]
     known = tables(machine, model)
     pool = int(point.device_rows * (point.prompt + point.output))
@@ -608,34 +660,39 @@ def run_point(point: Point, requests: float, perturbation: Perturbation) -> dict
     count = int(requests * point.device_rows) + 64
     capacity = serve(AUTO[:1], backlog(int(4 * point.device_rows), point.prompt, point.output))
     rate = point.load * capacity.throughput / point.output
-    outcomes = {
+    return {
         name: serve(modes, poisson(count, rate, point.prompt, point.output, point.seed))
         for name, modes in {**FIXED, "auto": AUTO}.items()
     }
-    auto = outcomes["auto"]
-    whole = max(outcomes[name].throughput for name in FIXED)
-    loaded = max(outcomes[name].loaded for name in FIXED)
-    over_whole, over_loaded = auto.throughput / whole, auto.loaded / loaded
-    return {
-        **asdict(point),
-        "best": max(FIXED, key=lambda name: outcomes[name].throughput),
-        "tokens_per_second": {name: round(outcome.throughput, 2) for name, outcome in outcomes.items()},
-        "tokens_per_second_loaded": {name: round(outcome.loaded, 2) for name, outcome in outcomes.items()},
-        "auto_over_best_throughput": round(over_whole, 4),
-        "auto_over_best_loaded": round(over_loaded, 4),
-        # What a run is too short for shows in one of the two; a mode that is worse shows in both.
-        "auto_over_best": round(max(over_whole, over_loaded), 4),
-        "auto_over_gpu_only": round(auto.throughput / outcomes["gpu_only"].throughput, 4),
-        "auto_steps": auto.steps,
-        "host_share": round(auto.host_share, 3),
-        "error": round(auto.error, 4),
-    }
 
 
-def grid_key(requests: float) -> str:
+def _best(runs: Sequence[dict[str, Outcome]]) -> str:
+    """The fixed mode that is fastest on average."""
+    return max(FIXED, key=lambda name: statistics.fmean([outcomes[name].throughput for outcomes in runs]))
+
+
+def _ratios(runs: Sequence[dict[str, Outcome]], best: str) -> list[float]:
+    return [outcomes["auto"].throughput / outcomes[best].throughput for outcomes in runs]
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / sqrt(len(values))
+
+
+def _settled(runs: Sequence[dict[str, Outcome]]) -> bool:
+    rates = [outcome.throughput for outcome in runs[-1].values()]
+    if len(runs) == 1 and min(rates) > (1 - ALIKE) * max(rates):
+        return True
+    if len(runs) < LEAST_RUNS:
+        return False
+    ratios = _ratios(runs, _best(runs))
+    return abs(statistics.fmean(ratios) - AIM) > STANDARD_ERRORS * _standard_error(ratios)
+
+
+def grid_key(requests: float, repeats: int = 1) -> str:
     """What results of grid points hang on besides the point: the planner, the simulator, and how long runs are."""
     files = [*sorted(Path(planner.__file__).parent.glob("*.py")), *map(Path(__file__).with_name, GRID_SOURCES)]
-    digest = hashlib.sha256(f"{requests}".encode())
+    digest = hashlib.sha256(f"{requests} {repeats}".encode())
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
@@ -656,11 +713,11 @@ def kept_points(path: Path, key: str) -> list[dict[str, Any]]:
 def run_grid(args: argparse.Namespace) -> dict[str, Any]:
     points = list(grid(args.machine, args.model, args.small))
     random.Random(0).shuffle(points)  # a run that is cut short has seen a bit of everything
-    results = kept_points(args.keep, grid_key(args.requests)) if args.keep else []
+    results = kept_points(args.keep, grid_key(args.requests, args.repeats)) if args.keep else []
     done = {result["seed"] for result in results}
     left = [point for point in points if point.seed not in done]
     end = time.monotonic() + args.time_limit if args.time_limit else float("inf")
-    work = partial(run_point, requests=args.requests, perturbation=Perturbation())
+    work = partial(run_point, requests=args.requests, perturbation=Perturbation(), repeats=args.repeats)
     with multiprocessing.Pool(args.processes) as pool, args.keep.open("a") if args.keep else nullcontext() as kept:
         for result in pool.imap_unordered(work, left):
             results.append(result)
@@ -672,7 +729,7 @@ def run_grid(args: argparse.Namespace) -> dict[str, Any]:
                 break
     print(file=sys.stderr)
     results.sort(key=lambda result: int(result["seed"]))
-    return {"points": len(points), "requests": args.requests, "grid": results}
+    return {"points": len(points), "requests": args.requests, "repeats": args.repeats, "grid": results}
 
 
 def main() -> int:
@@ -684,6 +741,9 @@ def main() -> int:
     parser.add_argument("--machine", choices=MACHINES, default="H200")
     parser.add_argument("--model", choices=MODELS, default="Llama-3.1-70B, 20 layers")
     parser.add_argument("--requests", type=float, default=8, help="per row of the device's pool, and 64 (default 8)")
+    parser.add_argument(
+        "--repeats", type=int, default=6, help="runs of a point at most, until it is settled (default 6)"
+    )
     parser.add_argument("--time-limit", type=float, help="seconds after which the grid ends with what it has")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(

@@ -25,6 +25,7 @@ from bench.simulate import (
     Point,
     Request,
     Server,
+    _settled,
     backlog,
     grid_key,
     kept_points,
@@ -42,6 +43,7 @@ MACHINE = MACHINES["H200"]
 TABLES = tables(MACHINE, MODELS[MODEL])
 RESULTS = Path(evidence.__file__).parent / "results"
 POOL = 8 * 700
+OUTCOME = Outcome(1.0, 1.0, 1.0, 1, 0.0, 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0)
 HOST = 10**6
 
 
@@ -146,6 +148,21 @@ def test_points_of_the_grid_are_kept_and_not_run_again(tmp_path: Path) -> None:
     assert kept_points(file, key) == [{"seed": 7}]
     with pytest.raises(ValueError, match="another planner"):
         kept_points(file, grid_key(3))
+
+
+def test_a_point_is_run_again_until_it_is_settled() -> None:
+    def run(best: float, auto: float) -> dict[str, Outcome]:
+        of = dict.fromkeys(FIXED, best) | {"gpu_only": 1.0, "auto": auto}
+        return {name: replace(OUTCOME, throughput=throughput) for name, throughput in of.items()}
+
+    assert _settled([run(1.001, 1.0)]), "no mode does anything else"
+    assert not _settled([run(1.5, 1.5)]) and not _settled([run(1.5, 1.5)] * 2)
+    assert _settled([run(1.5, 1.5)] * 2 + [run(1.5, 1.52)])
+    assert _settled([run(1.5, 1.3)] * 2 + [run(1.5, 1.31)]), "as a miss"
+    assert not _settled([run(1.5, 1.3), run(1.5, 1.5), run(1.5, 1.6)])
+    quiet = Point("H200", MODEL, 512, 32, 0.3, "test", 4.0, seed=1)
+    assert run_point(quiet, 0.1, Perturbation(), repeats=6)["runs"] == 1
+    assert run_point(replace(quiet, load=2.0), 0.1, Perturbation(), repeats=2)["runs"] == 2
 
 
 def test_a_burst_for_the_host_slows_device_rows_by_a_tenth_at_most() -> None:
