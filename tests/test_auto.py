@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -126,28 +127,42 @@ def test_exact_while_modes_change(tiny: Tiny, alone: Any, arch: str) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize(("pays", "metered"), [(True, False), (False, False), (True, True)])
 def test_host_rows_decode_beside_prefills_where_that_pays(
-    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, pays: bool
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, pays: bool, metered: bool
 ) -> None:
-    """With a CPU that takes next to nothing it does; not with one that has no time for a row beside a prefill."""
+    """With a CPU that takes next to nothing they do; not with one that has no time for a row beside a prefill, nor at
+    one that the meter counts."""
     requests = arrivals(seed=1)
     options = {"max_total_tokens": 256, "max_running_requests": 20, "chunked_prefill_size": 64, "neo_mode": "auto"}
     more = {"disable_overlap_schedule": not overlap, "neo_check_integrity": True}
+    held_up: list[int] = []  # host rows beside each prefill to the host for which device rows wait
     with InProcessScheduler("neo", tiny("llama"), **options, **more) as scheduler:
         planner = scheduler.scheduler.planner
         planner.limits = replace(planner.limits, modes=("gpu_only", "pipelined"))
+        if not metered:
+            planner.limits = replace(planner.limits, max_slowdown=math.inf)
         planner.tables = PROFILES["sync"] if pays else profile(linear=1, device_row=0.001, cpu_row=2)
 
         def on_step(s: Any, step: int) -> None:
             s.token_manager.audit()
             planner.memory = replace(planner.memory, corrections=Corrections(), guard=Guard())
 
+        prefilling = planner.prefilling
+
+        def watched(batch: Any, running: Any) -> None:
+            prefilling(batch, running)
+            made = batch.neo_planned.plan
+            if made.prefill_to == "host" and made.held_up:
+                held_up.append(made.lane_b)
+
+        monkeypatch.setattr(planner, "prefilling", watched)
         seen = Seen(monkeypatch, scheduler.scheduler)
         got = scheduler.run(requests, on_step)
         steps = scheduler.scheduler.neo_metrics.counters.steps
     assert steps["pipelined_prefill"] == sum(seen.beside.values()), (steps, seen.beside)
-    assert (min(seen.beside.values()) > 0) == (sum(seen.beside.values()) > 5) == pays, (steps, seen.beside)
+    assert (seen.beside["device"] > 0) == pays, (steps, seen.beside)
+    assert bool(held_up) == pays and any(held_up) == (pays and not metered), held_up
     assert_exact(alone("llama", requests), tokens(got))
 
 

@@ -367,6 +367,18 @@ def test_a_lane_of_host_rows_rides_beside_a_prefill_if_that_pays() -> None:
     assert deferred.lane_b == 0 and deferred.decode_mode == "deferred"
 
 
+def test_no_lane_rides_beside_a_prefill_that_the_meter_counts() -> None:
+    """Its pass would take of the time in which prompts come to the host."""
+    metered, memory = only("pipelined", max_slowdown=0.1), in_mode("pipelined")
+    there = state(8, 60, waiting=(Prompt(4000, past=64, room=5000, place="host"),))
+    step = plan(there, metered, TABLES, memory)
+    assert (step.prefill_to, step.lane_b) == ("host", 0) and step.held_up == 8
+    assert plan(there, only("pipelined"), TABLES, memory).lane_b > 0, "without a meter"
+    assert plan(replace(there, device_rows=()), metered, TABLES, memory).lane_b > 0, "nobody is held up"
+    to_device = replace(there, waiting=(Prompt(4000, room=5000),), device_free=FREE)
+    assert plan(to_device, metered, TABLES, memory).lane_b > 0, "its own time"
+
+
 def test_a_prefix_in_host_memory_is_loaded_back_if_that_is_faster_than_computing_it() -> None:
     waiting = (Prompt(2000, room=2500, host_hit=1500),)
     there = state(8, waiting=waiting, device_free=FREE)
