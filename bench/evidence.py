@@ -12,6 +12,7 @@ from bench.machines import GB, MACHINES, MODELS, Machine, device_tokens, host_to
 from bench.simulate import Request, Server, backlog, limits_of, poisson, trace
 from sglang_neo.planning.costs import Costs, Mode, Rows
 from sglang_neo.planning.planner import Limits
+from sglang_neo.planning.tables import Tables
 
 # -- measured on one H200 with 16 Xeon cores ---------------------------------------------------------------------------
 
@@ -37,6 +38,27 @@ STACK: tuple[tuple[Mode, int, int, float], ...] = (
 
 #: Attention of one layer on 14 threads (bench/results/h200-xeon-kernels.json): rows, tokens per row, milliseconds.
 KERNELS = ((1, 1000, 0.063), (24, 1000, 0.870), (64, 1024, 2.466), (64, 4096, 8.455))
+
+#: Measured after the constants had been fitted, on a machine of the same kind: 20 layers of the 70B shape, 13,600 tokens
+#: of KV (bench/results/h200-serving-70b-20-*.json). Its memory was not equally fast at all times: the GB/s are about
+#: what hand-offs read of it meanwhile. Steps of 12 device rows: mode, host rows beside them, in lane B or slots, GB/s,
+#: milliseconds.
+LATER_STEPS: tuple[tuple[Mode, int, int, float, float], ...] = (
+    ("gpu_only", 0, 0, 75, 9.9),
+    ("deferred", 0, 8, 75, 10.5),
+    ("pipelined", 12, 12, 75, 26.3),
+    ("pipelined", 12, 12, 125, 20.3),
+)
+
+#: Backlogs of 900 + 200 tokens there, in a fixed mode that is not asked whether it pays, prompts to the host not
+#: metered: mode, requests, how many run at once, GB/s, output tokens per second.
+LATER_BACKLOGS: tuple[tuple[Mode, int, int, float, float], ...] = (
+    ("gpu_only", 400, 400, 75, 921.7),
+    ("deferred", 400, 190, 75, 1247.5),
+    ("pipelined", 400, 36, 75, 1009.7),
+    ("gpu_only", 240, 240, 125, 934.1),
+    ("pipelined", 240, 36, 125, 1182.5),
+)
 
 #: 64 requests of 900 + 200 tokens on the 70B model with 13,600 tokens of KV: output tokens per second.
 SUSTAINED = 220.7
@@ -80,6 +102,46 @@ def calibration() -> dict[str, Any]:
     outcome = Server(backlog(64, 900, 200), tables(machine, model), limits, 13_600, 0).run()
     line("SGLang, 70B, 64 x 900+200, sustained", SUSTAINED, outcome.throughput, "tokens/s")
     return {"calibration": lines, "mean_absolute_error": round(statistics.fmean(abs(x["error"]) for x in lines), 4)}
+
+
+def held_out() -> dict[str, Any]:
+    """Predicted against measured, of what the constants were not fitted to: steps, tokens per second of backlogs, and
+    their gains over gpu_only of the same backlog."""
+    model, device = MODELS["Llama-3.1-70B, 20 layers"], Rows(12, 12_000)
+    lines: list[dict[str, Any]] = []
+
+    def line(kind: str, mode: Mode, bandwidth: float, measured: float, predicted: float) -> None:
+        error = round(predicted / measured - 1, 4)
+        what = f"{mode}, host memory at {bandwidth:g} GB/s"
+        found = {"kind": kind, "what": what, "measured": measured, "predicted": round(predicted, 3), "error": error}
+        lines.append(found)
+
+    def at(bandwidth: float) -> Tables:
+        return tables(replace(MACHINES["H200"], host_bandwidth=bandwidth * GB), model)
+
+    for mode, a, b, bandwidth, measured in LATER_STEPS:
+        costs, lane_b = Costs(at(bandwidth), MACHINES["H200"].threads), Rows(b, 1000 * b)
+        if mode == "deferred":
+            cost = costs.deferred(device, b, lane_b)
+        else:
+            cost = costs.pipelined(device, Rows(a, 1000 * a), lane_b) if b else costs.gpu_only(device)
+        line("step, ms", mode, bandwidth, measured, 1e3 * cost.seconds)
+
+    alone: dict[float, tuple[float, float]] = {}
+    for mode, count, most, bandwidth, measured in LATER_BACKLOGS:
+        modes: tuple[Mode, ...] = ("gpu_only",) if mode == "gpu_only" else ("gpu_only", mode)
+        limits = Limits(
+            MACHINES["H200"].threads, modes, max_host_tpot=None, max_slots=8, max_lane_rows=24, max_slowdown=math.inf,
+            tpot_price=0.0, margin=0.0,
+        )  # fmt: skip
+        load = backlog(count, 900, 200)
+        found = Server(load, at(bandwidth), limits, 13_600, 250_000, most_rows=most).run().throughput
+        line("tokens/s", mode, bandwidth, measured, found)
+        if mode == "gpu_only":
+            alone[bandwidth] = measured, found
+        else:
+            line("gain", mode, bandwidth, round(measured / alone[bandwidth][0], 3), found / alone[bandwidth][1])
+    return {"held_out": lines}
 
 
 # -- published ---------------------------------------------------------------------------------------------------------

@@ -755,7 +755,7 @@ def main() -> int:
 
     result: dict[str, Any] = {}
     if args.calibration:
-        result |= evidence.calibration()
+        result |= evidence.calibration() | evidence.held_out()
     if args.published:
         result |= evidence.published()
     if args.grid:
