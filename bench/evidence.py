@@ -39,10 +39,10 @@ STACK: tuple[tuple[Mode, int, int, float], ...] = (
 #: Attention of one layer on 14 threads (bench/results/h200-xeon-kernels.json): rows, tokens per row, milliseconds.
 KERNELS = ((1, 1000, 0.063), (24, 1000, 0.870), (64, 1024, 2.466), (64, 4096, 8.455))
 
-#: Measured after the constants had been fitted, on a machine of the same kind: 20 layers of the 70B shape, 13,600 tokens
-#: of KV (bench/results/h200-serving-70b-20-*.json). Its memory was not equally fast at all times: the GB/s are about
-#: what hand-offs read of it meanwhile. Steps of 12 device rows: mode, host rows beside them, in lane B or slots, GB/s,
-#: milliseconds.
+#: Measured after the constants had been fitted, on a machine of the same kind: 20 layers of the 70B shape, 13,600
+#: tokens of KV (bench/results/h200-serving-70b-20-*.json). Its memory was not equally fast at all times: the GB/s are
+#: about what hand-offs read of it meanwhile. Steps of 12 device rows: mode, host rows beside them, in lane B or slots,
+#: GB/s, milliseconds.
 LATER_STEPS: tuple[tuple[Mode, int, int, float, float], ...] = (
     ("gpu_only", 0, 0, 75, 9.9),
     ("deferred", 0, 8, 75, 10.5),
