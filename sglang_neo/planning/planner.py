@@ -454,8 +454,9 @@ def _leaving(state: State, limits: Limits) -> tuple[int, ...]:
     if state.device_free >= rows * limits.device_page:
         return ()
     steps = limits.rules.growth_steps
-    left = state.device_left or (steps,) * rows
-    growth = [_pages(min(steps, tokens), limits.device_page) for tokens in left]
+    growth = [_pages(steps, limits.device_page)] * rows
+    if state.device_left:
+        growth = [_pages(min(steps, left), limits.device_page) for left in state.device_left]
     needed = sum(growth) - state.device_free
     newest: list[placement.Row] = []
     freed = 0
