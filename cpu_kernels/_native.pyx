@@ -64,6 +64,7 @@ cdef extern from "kernels.hpp" namespace "cpu_kernels" nogil:
         int last_round_tokens
         int prefix_min_rows
         int prefix_piece_kib
+        int held_tiles
         int dot_min_queries
         int tile_min_queries
         int accurate_int8
@@ -355,6 +356,7 @@ cdef class PlanHandle:
         given.tuning.last_round_tokens = tuning["last_round_tokens"]
         given.tuning.prefix_min_rows = tuning["prefix_min_rows"]
         given.tuning.prefix_piece_kib = tuning["prefix_piece_kib"]
+        given.tuning.held_tiles = tuning["held_tiles"]
         given.tuning.dot_min_queries = tuning["dot_min_queries"]
         given.tuning.tile_min_queries = tuning["tile_min_queries"]
         given.tuning.accurate_int8 = tuning["accurate_int8"]

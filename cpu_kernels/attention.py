@@ -32,6 +32,7 @@ class Tuning:
     last_round_tokens: int = 384  # tokens x KV heads left for each thread when the rest is divided evenly
     prefix_min_rows: int = 2  # a prefix that fewer rows share is read per row
     prefix_piece_kib: int = 512  # KV of a head that stays in a core's cache while several passes read it
+    held_tiles: int = 2  # 1 to 4: tiles of 64 tokens whose values AMX adds at a time where many queries share them
     dot_min_queries: int = 8  # queries per KV head from which bf16 dot products replace fp32 FMA
     tile_min_queries: int = 4  # queries per KV head from which matrix tiles are used
     accurate_int8: bool = True  # 16-bit queries and weights against int8 KV; False: 8-bit where that is faster
@@ -41,6 +42,8 @@ class Tuning:
             raise ValueError(f"prefetch_hint must be one of {', '.join(_HINTS)}, not {self.prefetch_hint!r}")
         if self.prefetch_tiles not in (1, 2):
             raise ValueError(f"prefetch_tiles must be 1 or 2, not {self.prefetch_tiles}")
+        if self.held_tiles not in (1, 2, 3, 4):
+            raise ValueError(f"held_tiles must be 1 to 4, not {self.held_tiles}")
         positive = ("min_split_tokens", "min_thread_tokens", "last_round_tokens", "prefix_min_rows", "prefix_piece_kib")
         for name in positive:
             if getattr(self, name) < 1:

@@ -1,6 +1,5 @@
 #include "kernels.hpp"
 
-#include <algorithm>
 #include <cstring>
 
 #include "tables.hpp"
@@ -23,12 +22,6 @@ const KernelTable* kernel_table(const char* isa) {
   for (const KernelTable* table : tables)
     if (std::strcmp(table->isa, isa) == 0) return table;
   return nullptr;
-}
-
-// Queries are kept as fp32 at most, padded to the widest vectors.
-std::size_t scratch_bytes(int max_queries, int head_dim) {
-  return kScratchFixed +
-         static_cast<std::size_t>(std::max(max_queries, 16)) * ((head_dim + 63) / 64 * 64) * sizeof(float);
 }
 
 }  // namespace cpu_kernels

@@ -11,7 +11,8 @@ namespace cpu_kernels {
 constexpr int kTile = 64;                         // tokens per step of the online softmax
 constexpr int kMergedParts = 64;                  // partial results that one merge takes
 constexpr int kMaxQueries = 64;                   // queries of one KV head that one pass over its tokens serves
-constexpr std::size_t kScratchFixed = 64 * 1024;  // bytes of a worker's scratch before the queries
+constexpr int kMaxPasses = 8;                     // passes over a segment's tokens
+constexpr std::size_t kScratchFixed = 128 * 1024;  // bytes of a worker's scratch before the queries
 constexpr float kNoToken = -1e30f;                // running maximum of a row that has seen no token yet
 
 // What calibration may change. Zeroes are never filled in by the kernels: these are the values used.
@@ -22,13 +23,15 @@ struct Tuning {
   int min_thread_tokens = 1024;  // tokens x KV heads below which one more thread does not pay
   int last_round_tokens = 384;   // tokens x KV heads that are left for each thread when the rest is divided evenly
   int prefix_min_rows = 2;       // shared prefixes of fewer rows are read per row
-  int prefix_piece_kib = 512;    // keys and values that several passes over a shared prefix read before they go on
+  int prefix_piece_kib = 512;    // keys and values that all passes over a shared prefix read before they go on
+  int held_tiles = 2;            // 1 to 4: tiles of 64 tokens whose weights matrix tiles take at a time, shared prefixes
   int dot_min_queries = 8;       // queries per KV head from which bf16 dot products replace fp32 FMA
   int tile_min_queries = 4;      // queries per KV head from which AMX tiles are used
   int accurate_int8 = 1;         // 1: 16-bit queries and weights, 0: 8-bit where the ISA gains from it
 };
 
-// A run of tokens of one KV head and the queries that attend to it.
+// A run of tokens of one KV head and the queries that attend to it. Where these are more than kMaxQueries, several
+// passes over the tokens serve some rows each, and follow each other in pieces of tokens that the core's cache holds.
 struct Segment {
   const std::uint8_t* k = nullptr;  // page 0 (or slot 0) of this layer and head
   const std::uint8_t* v = nullptr;
@@ -40,7 +43,7 @@ struct Segment {
   const std::int32_t* query_rows = nullptr;
   std::int64_t query_row_bytes = 0;
   int heads = 0;    // query heads per KV head
-  int queries = 0;  // <= kMaxQueries, a multiple of heads
+  int queries = 0;  // a multiple of heads, of no more than kMaxPasses passes
   // Results, not normalised: o[query][head_dim], m[query] (log2 units), l[query]. o is 64-byte aligned.
   float* o = nullptr;
   float* m = nullptr;
@@ -69,7 +72,21 @@ struct Scratch {
   const char* ran = nullptr;
 };
 
-std::size_t scratch_bytes(int max_queries, int head_dim);
+// Rows that one pass serves at most, and passes that so many rows take, each of them serving about as many.
+inline int pass_rows(int heads) { return heads < kMaxQueries ? kMaxQueries / heads : 1; }
+inline int pass_count(int rows, int heads) { return (rows + pass_rows(heads) - 1) / pass_rows(heads); }
+
+// Of one pass's prepared queries: fp32 at most, padded to the widest vectors, after a scale for each.
+inline std::size_t pass_bytes(int queries, int head_dim) {
+  const std::size_t padded = static_cast<std::size_t>(head_dim + 63) / 64 * 64;
+  return (kMaxQueries + (queries > 16 ? queries : 16) * padded) * sizeof(float);
+}
+
+// For segments of at most `rows` rows.
+inline std::size_t scratch_bytes(int rows, int heads, int head_dim) {
+  const int passes = pass_count(rows, heads), most = (rows + passes - 1) / passes;
+  return kScratchFixed + passes * pass_bytes(most * heads, head_dim);
+}
 
 struct KernelTable {
   const char* isa;

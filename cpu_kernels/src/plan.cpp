@@ -20,8 +20,6 @@ namespace {
 
 std::string row_name(int row) { return "row " + std::to_string(row) + ": "; }
 
-int round_up(std::int64_t n, int to) { return static_cast<int>((n + to - 1) / to * to); }
-
 // A few freed blocks are kept, because a plan is made for every step and fresh memory costs page faults.
 struct BlockCache {
   static constexpr std::size_t kKept = 4;
@@ -56,9 +54,14 @@ BlockCache& block_cache() {
   return *cache;
 }
 
-// What a unit costs before its first token, as a number of tokens: queries and results are converted.
+// What a unit costs for each of its rows before its first token, as a number of tokens: queries and results are
+// converted.
 constexpr double kUnitTokens = 16;
-constexpr int kAnyLength = 1 << 30;
+// What a partial result costs for each query, likewise: it is as large as two tokens of 16 bits (sums in fp32, no
+// values), and is written and read again.
+constexpr double kPartialTokens = 2;
+// A pass over a prefix is cut only where each piece is so many times the work that cutting costs.
+constexpr double kCutWorth = 2;
 
 // How much work each item gets. Whoever is free takes the next item, so items could be small; but every cut leaves
 // partial results to be merged. So items come in rounds of one per worker: most of what is left, then most of the rest,
@@ -222,22 +225,27 @@ Plan::Plan(const PlanInput& in)
     if (at < length || length == 0) own[row].push_back({at, length});
   }
 
-  // What there is to do, in tokens x KV heads. One pass over a run serves a block of a group's rows; reading dominates
-  // it up to about 16 queries, arithmetic after that.
-  const int block_rows = std::max(1, kMaxQueries / heads_);
-  auto blocks_of = [&](const GroupWork& group) {
-    return (static_cast<int>(group.rows.size()) + block_rows - 1) / block_rows;
+  // What there is to do, in tokens x KV heads. A group's rows are taken in blocks that one pass over the tokens serves;
+  // reading dominates a pass up to about 16 queries, arithmetic after that.
+  struct Pass {
+    int rows;
+    double per_token;
+    double fixed() const { return rows * kUnitTokens; }
   };
-  auto pass_cost = [&](const GroupWork& group, int blocks) {
-    return std::max(1.0, static_cast<double>(group.rows.size() / blocks) * heads_ / 16.0);
+  auto blocks_of = [&](const GroupWork& group) { return pass_count(static_cast<int>(group.rows.size()), heads_); };
+  auto block_begin = [&](const GroupWork& group, int block) {
+    return static_cast<int>(static_cast<std::int64_t>(group.rows.size()) * block / blocks_of(group));
   };
+  auto pass_of = [&](int rows) { return Pass{rows, std::max(1.0, rows * heads_ / 16.0)}; };
+  const Pass alone{1, 1.0};
   double work = 0;
-  for (const GroupWork& group : group_work) {
-    const int blocks = blocks_of(group);
-    work += blocks * (kUnitTokens + (group.end - group.begin) * pass_cost(group, blocks));
-  }
+  for (const GroupWork& group : group_work)
+    for (int block = 0; block < blocks_of(group); ++block) {
+      const Pass pass = pass_of(block_begin(group, block + 1) - block_begin(group, block));
+      work += pass.fixed() + (group.end - group.begin) * pass.per_token;
+    }
   for (int row = 0; row < rows_; ++row)
-    for (const Run& run : own[row]) work += kUnitTokens + run.end - run.begin;
+    for (const Run& run : own[row]) work += alone.fixed() + run.end - run.begin;
   work *= pool_.kv_heads;
   const int useful =
       static_cast<int>(std::min<double>(in.threads, std::max(1.0, work / std::max(1, in.tuning.min_thread_tokens))));
@@ -249,54 +257,55 @@ Plan::Plan(const PlanInput& in)
     bundles_.push_back(static_cast<int>(units_.size()));
     room = portions.next();
   };
-  // Cuts a run of one head where items end; its pieces are `longest` tokens at most, and add(begin, end) makes a unit
-  // for each of `passes` over one.
-  auto cut = [&](Run run, int passes, double pass_cost, int longest, auto&& add) {
-    const double fixed = passes * kUnitTokens, per_token = passes * pass_cost;
+  // Cuts one pass over a run of one head where items end, no shorter than `least`; add(begin, end) makes a unit.
+  auto cut = [&](Run run, const Pass& pass, int least, auto&& add) {
     int from = run.begin;
     do {
       const bool fresh = static_cast<int>(units_.size()) == bundles_.back();
-      const int stop =
-          piece_end(from, run.end, (room - fixed) / per_token, std::max(1, in.tuning.min_split_tokens), fresh);
-      const double cost = (stop - from) * per_token + (stop == run.end ? fixed : 0.0);
-      do {
-        if (stop == from && run.begin < run.end) break;  // what the item has left is too little for a piece
-        const int to = std::min<std::int64_t>(stop, static_cast<std::int64_t>(from / kTile) * kTile + longest);
-        add(from, to);
-        room -= fixed;
-        from = to;
-      } while (from < stop);
+      const int stop = piece_end(from, run.end, (room - pass.fixed()) / pass.per_token, least, fresh);
+      const double cost = (stop - from) * pass.per_token + (stop == run.end ? pass.fixed() : 0.0);
+      if (stop > from || run.begin == run.end) {  // else what the item has left is too little for a piece
+        add(from, stop);
+        room -= pass.fixed();
+      }
       room -= cost;
       portions.took(cost);
+      from = stop;
       if (stop < run.end || room < kUnitTokens) end_item();
     } while (from < run.end);
   };
 
-  // Groups first: they are the longest items. Where a run takes several passes, they follow each other head by head and
-  // in pieces, so that all but the first find keys and values in the core's cache.
-  const int piece_tokens = round_up(static_cast<std::int64_t>(in.tuning.prefix_piece_kib) * 1024 /
-                                        (2 * static_cast<std::int64_t>(layout.row_bytes())),
-                                    kTile);
+  // Groups first: they are the longest items. Items end within a block's pass or, better, between two of them, where
+  // nothing is cut; passes of an item over the same tokens become one unit.
+  const int least_tokens = std::max(1, in.tuning.min_split_tokens);
   for (const GroupWork& group : group_work) {
-    const int count = static_cast<int>(group.rows.size()), blocks = blocks_of(group);
     const int rows_at = static_cast<int>(unit_rows_.size());
     unit_rows_.insert(unit_rows_.end(), group.rows.begin(), group.rows.end());
     for (int head = 0; head < pool_.kv_heads; ++head)
-      cut({group.begin, group.end}, blocks, pass_cost(group, blocks), blocks > 1 ? piece_tokens : kAnyLength,
-          [&](int begin, int end) {
-            for (int block = 0; block < blocks; ++block) {
-              const int from = static_cast<int>(static_cast<std::int64_t>(count) * block / blocks);
-              const int to = static_cast<int>(static_cast<std::int64_t>(count) * (block + 1) / blocks);
-              units_.push_back({table_begin_[group.rows[0]], begin, end, head, rows_at + from, to - from});
+      for (int block = 0; block < blocks_of(group); ++block) {
+        const int first = block_begin(group, block), rows = block_begin(group, block + 1) - first;
+        const Pass pass = pass_of(rows);
+        const double dear = kCutWorth * (pass.fixed() + rows * heads_ * kPartialTokens) / pass.per_token;
+        cut({group.begin, group.end}, pass, std::max(least_tokens, static_cast<int>(dear)), [&](int begin, int end) {
+          if (static_cast<int>(units_.size()) > bundles_.back()) {
+            Unit& last = units_.back();
+            const bool next_to = last.rows + last.row_count == rows_at + first && last.head == head;
+            if (next_to && last.begin == begin && last.end == end &&
+                pass_count(last.row_count + rows, heads_) <= kMaxPasses) {
+              last.row_count += rows;
+              return;
             }
-          });
+          }
+          units_.push_back({table_begin_[group.rows[0]], begin, end, head, rows_at + first, rows});
+        });
+      }
   }
   for (int row = 0; row < rows_; ++row) {
     const int rows_at = static_cast<int>(unit_rows_.size());
     unit_rows_.push_back(row);
     for (int head = 0; head < pool_.kv_heads; ++head)
       for (const Run& run : own[row])
-        cut(run, 1, 1.0, kAnyLength, [&](int begin, int end) {
+        cut(run, alone, least_tokens, [&](int begin, int end) {
           units_.push_back({table_begin_[row], begin, end, head, rows_at, 1, -1, end == lengths_[row] && end > 0});
         });
   }
@@ -307,7 +316,7 @@ Plan::Plan(const PlanInput& in)
   auto target = [&](const Unit& unit, int i) { return unit_rows_[unit.rows + i] * pool_.kv_heads + unit.head; };
   parts_begin_.assign(targets + 1, 0);
   for (const Unit& unit : units_) {
-    max_queries_ = std::max(max_queries_, unit.row_count * heads_);
+    max_rows_ = std::max(max_rows_, unit.row_count);
     for (int i = 0; i < unit.row_count; ++i) ++parts_begin_[target(unit, i) + 1];
   }
   for (int i = 0; i < targets; ++i) parts_begin_[i + 1] += parts_begin_[i];
@@ -322,8 +331,8 @@ Plan::Plan(const PlanInput& in)
 
   arrived_ = std::make_unique<std::atomic<int>[]>(std::max(1, targets));  // zeros
   const std::size_t dim = layout.head_dim;
-  const std::size_t scratch = align64(scratch_bytes(std::max(1, max_queries_), layout.head_dim));
-  const std::size_t worker_o = align64(std::max(1, max_queries_) * dim * sizeof(float));
+  const std::size_t scratch = align64(scratch_bytes(max_rows_, heads_, layout.head_dim));
+  const std::size_t worker_o = align64(heads_ * dim * sizeof(float));  // of the only unit of a row
   // Workers' parts begin a page apart plus a line, so that they neither share lines nor map to the same cache sets.
   const std::size_t per_worker = ((scratch + worker_o + 4095) & ~static_cast<std::size_t>(4095)) + 64;
   const std::size_t o_bytes = align64(static_cast<std::size_t>(partials_) * heads_ * dim * sizeof(float));

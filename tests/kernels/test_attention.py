@@ -207,11 +207,17 @@ def test_shared_prefix(isa: str, dtype: str, threads: int) -> None:
     # Several passes, in pieces of one tile.
     pieces = Tuning(min_split_tokens=64, prefix_piece_kib=1)
     verify(isa, case, 32, q_dtype, rng, prefix_groups=[(rows, 192)], threads=threads, tuning=pieces)
-    plans = [
-        Plan(case.pool, case.lengths, case.tables, 32, prefix_groups=[(rows, 192)], tuning=t, isa=isa)
-        for t in (tuning, pieces)
-    ]
-    assert plans[1].native.partials - plans[0].native.partials == 2 * len(rows) * 2  # two pieces more, two heads
+
+
+@each_isa()
+@pytest.mark.parametrize("prefetch_tiles", [1, 2])
+def test_a_prefix_shared_by_many(isa: str, prefetch_tiles: int) -> None:
+    """More queries than one segment takes: several segments, each of several passes."""
+    rng = np.random.default_rng(15)
+    case = ref.make_case(rng, [321 + 7 * i for i in range(70)], 1, 64, "bfloat16", shared=320)
+    tuning = Tuning(min_split_tokens=64, prefix_piece_kib=16, prefetch_tiles=prefetch_tiles)
+    for threads in (1, 3):
+        verify(isa, case, 8, "bfloat16", rng, prefix_groups=[(range(70), 320)], threads=threads, tuning=tuning)
 
 
 @each_isa()
@@ -314,6 +320,15 @@ def test_tile_arithmetic_in_software(monkeypatch: pytest.MonkeyPatch) -> None:
     # Scores so far apart that the maximum to which weights refer must be raised now and then.
     case = ref.make_case(rng, [300, 400, 200, 250, 260], 2, 128, "bfloat16", shared=192)
     verify("amx_shim", case, 32, "bfloat16", rng, prefix_groups=[(range(5), 192)], scale=1.0)
+    # Weights of several tiles, which such a rise finds waiting; blocks that are whole and one that is not.
+    for head_dim, rows, page_tokens in ((128, 13, 64), (80, 18, 64), (64, 6, 16)):
+        case = ref.make_case(rng, [650 + 9 * i for i in range(rows)], 1, head_dim, "bfloat16", page_tokens, shared=640)
+        for tiles in (1, 2, 3, 4):
+            for scale in (1.0, head_dim**-0.5):
+                tuning = Tuning(held_tiles=tiles, prefix_piece_kib=100, min_split_tokens=32)
+                groups: dict[str, Any] = dict(prefix_groups=[(range(rows), 640)], tuning=tuning)
+                verify("amx_shim", case, 5, "bfloat16", rng, scale=scale, threads=2, workers=2, **groups)
+        verify("amx_shim", case, 8, "bfloat16", rng, soft_cap=5.0, window=300, **groups)
 
 
 @each_isa()

@@ -28,6 +28,7 @@ constexpr const char* kIsaName = "amx";
 #include "../avx512_bf16/dot.hpp"
 #include "tiles.hpp"
 #include "tile_arithmetic.hpp"
+#include "block_arithmetic.hpp"
 // clang-format on
 
 void attend(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {

@@ -39,11 +39,8 @@ struct Bf16Tiles {
   static CPU_KERNELS_INLINE Wide single(Wide x) { return x; }
   // Weights of 64 tokens, [token][query], become weight tiles.
   static CPU_KERNELS_INLINE void pack(const float* p, Wide, std::uint32_t (*lanes)[16], std::uint8_t* tiles) {
-    for (int i = 0; i < kTile / 2; ++i)
-      if constexpr (kParts == 2)
-        pack_bf16_parts(p + 16 * i, lanes[i]);
-      else
-        pack_bf16(p + 32 * i, lanes[i]);
+    static_assert(kParts == 2, "blocks of 16 queries have arithmetic of their own");
+    for (int i = 0; i < kTile / 2; ++i) pack_bf16_parts(p + 16 * i, lanes[i]);
     transpose16(lanes[0], 64, tiles, 64);
     transpose16(lanes[16], 64, tiles + 1024, 64);
   }
@@ -96,10 +93,6 @@ struct TileArithmetic {
   static constexpr int kVectors = kTile / kVectorTokens;
   static constexpr int kTileTokens = 64 / Tiles::kBytes;  // of a tile of weights or values
   static constexpr int kWeightBytes = kTile / kTileTokens * 1024;
-  // 16 queries of bf16: tiles add to the sums where they lie. That asks for sums that seldom shrink, so the maximum to
-  // which weights refer only follows when scores have outgrown it by kSlack: weights up to 2^kSlack are as exact.
-  static constexpr bool kInPlace = kQueries == 16 && !kTokenScales;
-  static constexpr float kSlack = 8.f;
 
   static int blocks(int queries) { return (queries + kQueries - 1) / kQueries; }
   static int chunks(int head_dim) { return (head_dim * Tiles::kBytes + 63) / 64; }
@@ -115,8 +108,13 @@ struct TileArithmetic {
   // everything that is stored, scores and then weighted values: while one is filled, the other is used.
   static float* scores_of(Work& w, int side, int b) { return w.s[0] + (2 * side + b) * kTile * 16; }
   static float* results(Work& w, int side) { return w.s[0] + side * 4 * 256; }
+  // Bytes of w.extra that are used: a copy of values, or what stands before them.
+  static constexpr int kExtra = 32 * 1024;
   // Weights before they are transposed.
   static std::uint32_t (*lanes(Work& w))[16] { return reinterpret_cast<std::uint32_t (*)[16]>(w.extra + 2048); }
+
+  static void begin(const AttendShape&, const Segment&, Work&) {}
+  static void end(const AttendShape&, const Segment&, Work&) {}
 
   static void prepare(const AttendShape& s, const Segment& seg, Work& w) {
     const int d = s.layout.head_dim, all = chunks(d), dims = all * 64 / Tiles::kBytes;
@@ -127,8 +125,7 @@ struct TileArithmetic {
       std::memset(columns, 0, sizeof columns);
       for (int i = 0; i < kQueries; ++i) {
         const int g = block * kQueries + i;
-        w.m[g] = kNoToken;
-        w.l[g] = w.query_scale[g] = 0.f;
+        w.query_scale[g] = 0.f;
         if (g >= seg.queries) continue;
         read_query(s, seg, g, natural);
         for (int j = d; j < dims; ++j) natural[j] = 0.f;
@@ -168,10 +165,10 @@ struct TileArithmetic {
     return to;
   }
 
-  // Products of kBlocks blocks with 16 or 32 tokens from t on.
-  template <int kBlocks, int kTiles>
+  // Products of kBlocks blocks with 16 or 32 tokens from t on; calls meanwhile() for every chunk.
+  template <int kBlocks, int kTiles, class Function>
   static CPU_KERNELS_INLINE void scores_at(const AttendShape& s, const Rows& r, Work& w, int block, int side, int t,
-                                           int bytes, Ahead& ahead) {
+                                           const Function& meanwhile) {
     const int d = s.layout.head_dim, row = d * Tiles::kBytes;
     unroll<kBlocks>(
         [&](auto b) CPU_KERNELS_LAMBDA { unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); }); });
@@ -186,12 +183,22 @@ struct TileArithmetic {
           tile_load<6 + x>(padded_keys(k, row, 64 * c, w.extra + 1024 * x), 64);
         unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA { Tiles::template dot<2 * b + x, 6 + x, 4 + b>(); });
       });
-      ahead.keep_up(bytes);
+      meanwhile();
     }
     unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
       unroll<kTiles>([&](auto x)
                          CPU_KERNELS_LAMBDA { tile_store<2 * b + x>(scores_of(w, side, b) + 16 * (t + 16 * x), 64); });
     });
+  }
+
+  template <int kBlocks, class Function>
+  static CPU_KERNELS_INLINE void scores_of_tile(const AttendShape& s, const Rows& r, Work& w, int block, int side,
+                                                const Function& meanwhile) {
+    for (int t = r.lo(); t < r.hi(); t += 32)
+      if (t + 16 < r.hi())
+        scores_at<kBlocks, 2>(s, r, w, block, side, t, meanwhile);
+      else
+        scores_at<kBlocks, 1>(s, r, w, block, side, t, meanwhile);
   }
 
   // Scores of all queries and their softmax; weights end up as tiles.
@@ -209,16 +216,18 @@ struct TileArithmetic {
     };
     for_blocks(seg.queries, [&](auto count, int block) CPU_KERNELS_LAMBDA {
       constexpr int kBlocks = decltype(count)::value;
-      for (int t = r.lo(); t < r.hi(); t += 32)
-        if (t + 16 < r.hi())
-          scores_at<kBlocks, 2>(s, r, w, block, side, t, kBlocks * score_pace, ahead);
-        else
-          scores_at<kBlocks, 1>(s, r, w, block, side, t, kBlocks * score_pace, ahead);
+      scores_of_tile<kBlocks>(s, r, w, block, side, [&] { ahead.keep_up(kBlocks * score_pace); });
       catch_up();
       scored += kBlocks;
       side = 1 - side;
     });
     catch_up();
+  }
+
+  // cap * tanh(score / cap) in log2 units; z = 2 * log2(e) * score / cap.
+  static CPU_KERNELS_INLINE Wide capped(Wide z, float cap) {  // tanh(x) = 1 - 2 / (e^(2 x) + 1)
+    const Wide e = exp2_wide(sub(wide_set1(0.f), max(sub(wide_set1(0.f), z), wide_set1(-100.f))));
+    return mul(wide_set1(cap * kLog2E), sub(wide_set1(1.f), div(wide_set1(2.f), add(e, wide_set1(1.f)))));
   }
 
   // A vector's queries and tokens.
@@ -250,8 +259,7 @@ struct TileArithmetic {
     Wide factor = per_query(w.query_scale + first);
     Wide most[kAtOnce];
     unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA { most[j] = wide_set1(kNoToken); });
-    const bool ready = kQueries == 16 && !kTokenScales && s.soft_cap == 0.f;  // they are what they should be
-    for (int i = 0; i < kVectors && !ready; i += kAtOnce)
+    for (int i = 0; i < kVectors; i += kAtOnce)
       unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA {
         Wide y;
         if constexpr (kQueries == 16) {
@@ -261,11 +269,7 @@ struct TileArithmetic {
           y = Tiles::join(first_halves(a, b), second_halves(a, b));
         }
         if constexpr (kTokenScales) y = mul(y, per_token(w.k_scale + (i + j) * kVectorTokens));
-        if (s.soft_cap > 0.f) {  // tanh(z) = 1 - 2 / (e^(2 z) + 1)
-          const Wide z = mul(y, factor);
-          const Wide e = exp2_wide(sub(wide_set1(0.f), max(sub(wide_set1(0.f), z), wide_set1(-100.f))));
-          y = mul(wide_set1(s.soft_cap * kLog2E), sub(wide_set1(1.f), div(wide_set1(2.f), add(e, wide_set1(1.f)))));
-        }
+        if (s.soft_cap > 0.f) y = capped(mul(y, factor), s.soft_cap);
         store(x + 16 * (i + j), y);
         most[j] = max(most[j], y);
       });
@@ -275,14 +279,13 @@ struct TileArithmetic {
       for (int i = 0; i < r.first * kQueries; ++i) x[i] = kNoToken;
       for (int i = r.n * kQueries; i < kTile * kQueries; ++i) x[i] = kNoToken;
     }
-    if (partial || ready) {
+    if (partial) {
       unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA { most[j] = wide_load(x + 16 * j); });
       for (int i = kAtOnce; i < kVectors; i += kAtOnce)
         unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA { most[j] = max(most[j], wide_load(x + 16 * (i + j))); });
     }
     const Wide top = max_of_tokens(max(max(most[0], most[1]), max(most[2], most[3])));
-    const Wide old = per_query(w.m + first), best = mul(top, factor);
-    const Wide now = kInPlace ? raised(old, best, wide_set1(kSlack)) : max(old, best);
+    const Wide old = per_query(w.m + first), now = max(old, mul(top, factor));
     const Wide alpha = exp2_wide(sub(old, now)), shift = sub(wide_set1(0.f), now);
     store_queries(w.m + first, now);
     store_queries(w.alpha + first, alpha);
@@ -293,8 +296,7 @@ struct TileArithmetic {
       unroll<2>([&](auto k) CPU_KERNELS_LAMBDA {
         unroll<kAtOnce>([&](auto j) CPU_KERNELS_LAMBDA {
           float* at = x + 16 * (i + kAtOnce * k + j);
-          const Wide power = fma(wide_load(at), factor, shift);
-          Wide p = kInPlace ? exp2_rough(power) : exp2_wide(power);
+          Wide p = exp2_wide(fma(wide_load(at), factor, shift));
           sums[j] = add(sums[j], p);
           if constexpr (kTokenScales) {
             p = mul(p, per_token(w.v_scale + (i + kAtOnce * k + j) * kVectorTokens));
@@ -317,13 +319,17 @@ struct TileArithmetic {
     Tiles::pack(x, per_unit, lanes(w), weight_tiles(w, block));
   }
 
+  // Whether a tile's values can be used where they are.
+  static bool in_page(const AttendShape& s, const Rows& r) {
+    return s.layout.page_tokens >= kTile && (kTokenScales || (r.first == 0 && r.n == kTile));
+  }
+
   // Values of a tile with one stride from group to group: in the page, or copied if they do not lie together or if
   // 16-bit values of no token, which may be NaN, would be multiplied by a weight of zero.
   static const std::uint8_t* value_rows(const AttendShape& s, const Rows& r, std::uint8_t* copy) {
     constexpr int kGroup = 4 / Tiles::kBytes;
     const int row = 4 * s.layout.head_dim, lo = r.lo(), hi = r.hi();
-    const bool together = s.layout.page_tokens >= kTile, whole = r.first == 0 && r.n == kTile;
-    if (together && (whole || kTokenScales)) return r.v[lo / kGroup] - lo / kGroup * row;
+    if (in_page(s, r)) return r.v[lo / kGroup] - lo / kGroup * row;
     for (int t = 0; t < kTile; t += kGroup) {
       std::uint8_t* to = copy + t / kGroup * row;
       if (t < lo || t >= hi || t >= r.n || t + kGroup <= r.first) {
@@ -339,10 +345,13 @@ struct TileArithmetic {
     return copy;
   }
 
-  // Adds the weighted values of kTiles x 16 dims from j on, for kBlocks blocks, to the tiles of sums.
+  // Weighted values of kTiles x 16 dims from j on, for kBlocks blocks.
   template <int kBlocks, int kTiles>
-  static CPU_KERNELS_INLINE void dot_values(const AttendShape& s, Work& w, const std::uint8_t* v, int block, int j) {
+  static CPU_KERNELS_INLINE void values_at(const AttendShape& s, Work& w, const std::uint8_t* v, int block, int j,
+                                           float* to) {
     const int row = 4 * s.layout.head_dim;
+    unroll<kBlocks>(
+        [&](auto b) CPU_KERNELS_LAMBDA { unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); }); });
     for (int c = 0; c < kTile / kTileTokens; ++c) {
       unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA { tile_load<4 + b>(weight_tiles(w, block + b) + 1024 * c, 64); });
       unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA {
@@ -350,31 +359,8 @@ struct TileArithmetic {
         unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA { Tiles::template dot<2 * b + x, 4 + b, 6 + x>(); });
       });
     }
-  }
-
-  template <int kBlocks, int kTiles>
-  static CPU_KERNELS_INLINE void values_at(const AttendShape& s, Work& w, const std::uint8_t* v, int block, int j,
-                                           float* to) {
-    unroll<kBlocks>(
-        [&](auto b) CPU_KERNELS_LAMBDA { unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_zero<2 * b + x>(); }); });
-    dot_values<kBlocks, kTiles>(s, w, v, block, j);
     unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
       unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_store<2 * b + x>(to + 256 * (2 * b + x), 64); });
-    });
-  }
-
-  // The same, on top of the sums of whole blocks.
-  template <int kBlocks, int kTiles>
-  static CPU_KERNELS_INLINE void values_in_place(const AttendShape& s, const Segment& seg, Work& w,
-                                                 const std::uint8_t* v, int block, int j) {
-    const int d = s.layout.head_dim, row = d * static_cast<int>(sizeof(float));
-    float* o = seg.o + block * kQueries * d + j;
-    unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
-      unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_load<2 * b + x>(o + b * kQueries * d + 16 * x, row); });
-    });
-    dot_values<kBlocks, kTiles>(s, w, v, block, j);
-    unroll<kBlocks>([&](auto b) CPU_KERNELS_LAMBDA {
-      unroll<kTiles>([&](auto x) CPU_KERNELS_LAMBDA { tile_store<2 * b + x>(o + b * kQueries * d + 16 * x, row); });
     });
   }
 
@@ -407,16 +393,6 @@ struct TileArithmetic {
     const std::uint8_t* v = value_rows(s, r, w.extra);
     for_blocks(seg.queries, [&](auto count, int block) CPU_KERNELS_LAMBDA {
       constexpr int kBlocks = decltype(count)::value;
-      const int first = block * kQueries;
-      if (kInPlace && first + kBlocks * kQueries <= seg.queries) {
-        rescale(w.alpha + first, kBlocks * kQueries, d, seg.o + first * d);
-        for (int i = 0; i < pairs; ++i) {
-          values_in_place<kBlocks, 2>(s, seg, w, v, block, 32 * i);
-          ahead.keep_up(kBlocks * bytes);
-        }
-        if (32 * pairs < d) values_in_place<kBlocks, 1>(s, seg, w, v, block, 32 * pairs);
-        return;
-      }
       for (int i = 0; i < pairs; ++i) {
         values_at<kBlocks, 2>(s, w, v, block, 32 * i, results(w, i % 2));
         if (i > 0) add_values<kBlocks, 2>(s, seg, w, block, 32 * (i - 1), results(w, (i - 1) % 2));
@@ -428,18 +404,3 @@ struct TileArithmetic {
     });
   }
 };
-
-template <class Tiles>
-void attend_in_tiles(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
-  attend_with<TileArithmetic<Tiles>>(s, seg, next, scratch);
-  tile_release();
-}
-
-// bf16 or int8 pages, at least one token.
-void attend_tiles(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
-  if (s.layout.type == Type::bf16)
-    return seg.queries <= 8 ? attend_in_tiles<Bf16Tiles<2>>(s, seg, next, scratch)
-                            : attend_in_tiles<Bf16Tiles<1>>(s, seg, next, scratch);
-  return seg.queries <= 8 || s.tuning.accurate_int8 ? attend_in_tiles<Int8Tiles<2>>(s, seg, next, scratch)
-                                                    : attend_in_tiles<Int8Tiles<1>>(s, seg, next, scratch);
-}

@@ -176,7 +176,10 @@ inline void split_int8(const float* from, float factor, void* high, void* low) {
 
 // Weights of a few tokens, [token][query], become one 32-bit element per row of the weights' tile: the row's weights
 // of those tokens. Rows are 16 queries, or the high parts of 8 queries and then the low parts.
-inline void pack_bf16(const float* p, std::uint32_t* rows) {  // 2 tokens, 16 queries
+inline void pack_bf16(Wide first, Wide second, std::uint32_t* rows) {  // 2 tokens, 16 queries
+  float p[32];
+  store(p, first);
+  store(p + 16, second);
   for (int q = 0; q < 16; ++q) rows[q] = bf16_bits(p[q]) | static_cast<std::uint32_t>(bf16_bits(p[16 + q])) << 16;
 }
 inline void pack_bf16_parts(const float* p, std::uint32_t* rows) {  // 2 tokens, 8 queries
@@ -316,8 +319,8 @@ CPU_KERNELS_INLINE __m512i interleave_halves16(__m512i x) {  // 16-bit elements 
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, x);
 }
-CPU_KERNELS_INLINE void pack_bf16(const float* p, std::uint32_t* rows) {  // 2 tokens, 16 queries
-  _mm512_storeu_si512(rows, interleave_halves16((__m512i)_mm512_cvtne2ps_pbh(load(p + 16), load(p))));
+CPU_KERNELS_INLINE void pack_bf16(Wide first, Wide second, std::uint32_t* rows) {  // 2 tokens, 16 queries
+  _mm512_storeu_si512(rows, interleave_halves16((__m512i)_mm512_cvtne2ps_pbh(second, first)));
 }
 CPU_KERNELS_INLINE void pack_bf16_parts(const float* p, std::uint32_t* rows) {  // 2 tokens, 8 queries
   const __m512i order = _mm512_set_epi16(31, 23, 30, 22, 29, 21, 28, 20, 27, 19, 26, 18, 25, 17, 24, 16, 15, 7, 14, 6,

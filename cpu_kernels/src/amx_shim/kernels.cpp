@@ -23,6 +23,7 @@ constexpr const char* kIsaName = "amx_shim";
 #define CPU_KERNELS_AMX_SHIM 1
 #include "../amx/tiles.hpp"
 #include "../amx/tile_arithmetic.hpp"
+#include "../amx/block_arithmetic.hpp"
 // clang-format on
 
 void attend(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {

@@ -199,18 +199,18 @@ constexpr float kLn2 = 0.69314718055994530942f;
 
 CPU_KERNELS_INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
-// The state of one attend call in the worker's scratch memory.
+// The state of one attend call in the worker's scratch memory: of the present pass, but for the queries.
 struct Work {
   Rows rows[3];
   alignas(64) float k_scale[kTile], v_scale[kTile];  // int8; 0 for tokens outside the tile
-  alignas(64) float m[kMaxQueries], l[kMaxQueries], alpha[kMaxQueries], query_scale[kMaxQueries],
-      weight_scale[kMaxQueries];
+  float *query_scale, *queries;  // of the present pass, the queries in the order and type that the scores want
+  alignas(64) float m[kMaxQueries], l[kMaxQueries], alpha[kMaxQueries], weight_scale[kMaxQueries];
   alignas(64) float s[kMaxQueries][kTile];           // scores, then weights
   alignas(64) std::int16_t w16[kMaxQueries][kTile];  // weights as int16 or bf16 where the values' arithmetic wants them
-  alignas(64) std::uint8_t extra[32 * 1024];         // for tile arithmetic
-  alignas(64) float queries[1];                      // queries in the order and type that the scores want
+  alignas(64) std::uint8_t extra[84 * 1024];         // for tile arithmetic
+  alignas(64) std::uint8_t prepared[1];              // the queries of all passes, pass_bytes each
 };
-static_assert(offsetof(Work, queries) <= kScratchFixed, "scratch_bytes must cover Work");
+static_assert(offsetof(Work, prepared) <= kScratchFixed, "scratch_bytes must cover Work");
 
 CPU_KERNELS_INLINE const std::uint8_t* query_pointer(const Segment& seg, int i, int head_dim, Type type) {
   return seg.query_base + seg.query_rows[i / seg.heads] * seg.query_row_bytes +
@@ -732,66 +732,120 @@ void softmax_tile(const AttendShape& s, const Rows& r, int queries, Work& w) {
 
 // ---- one segment -------------------------------------------------------------------------------------------------
 
+// The tiles after those of a piece, of which the first are prefetched towards its end: of the next piece, or of the
+// next segment, which is asked for as late as can be.
+struct Beyond {
+  const AttendShape& s;
+  const NextSegment& next;
+  const Segment* segment = nullptr;
+  int tile = 0, end = -1;  // -1: not asked for yet
+
+  // Finds the rows of one more tile; false if there is none.
+  bool find(Rows* to) {
+    if (end < 0) {
+      segment = next.find != nullptr ? next.find(next.context) : nullptr;
+      const bool some = segment != nullptr && segment->end > segment->begin;
+      tile = some ? segment->begin / kTile : 0;
+      end = some ? (segment->end + kTile - 1) / kTile : 0;
+    }
+    if (tile >= end) return false;
+    find_rows(s, *segment, tile++, to);
+    return true;
+  }
+};
+
+// Attends to the tokens of `seg`, those of one piece, with the queries of one pass, on top of what seg.o, m and l hold.
+// Pieces are prefetched from memory by the first pass over them (`first`), what is beyond them by the last one.
+template <class Arithmetic>
+void attend_pass(const AttendShape& s, const Segment& seg, bool first, Beyond* beyond, Work& w) {
+  for (int g = 0; g < kMaxQueries; ++g) {
+    w.m[g] = g < seg.queries ? seg.m[g] : kNoToken;
+    w.l[g] = g < seg.queries ? seg.l[g] : 0.f;
+  }
+  const int tiles_begin = seg.begin / kTile, tiles_end = (seg.end + kTile - 1) / kTile;
+  const int distance = s.tuning.prefetch_hint == 0 ? 0 : s.tuning.prefetch_tiles >= 2 ? 2 : 1;
+  if constexpr (Arithmetic::kOwnSoftmax) Arithmetic::begin(s, seg, w);
+  for (int i = 0; i < (distance > 0 ? distance : 1) && tiles_begin + i < tiles_end; ++i)
+    find_rows(s, seg, tiles_begin + i, &w.rows[i]);
+  for (int tile = tiles_begin; tile < tiles_end; ++tile) {
+    const int i = tile - tiles_begin;
+    const Rows& r = w.rows[i % 3];
+    Ahead ahead;
+    Rows* later = &w.rows[(i + distance) % 3];
+    if (distance == 0) {
+      if (tile + 1 < tiles_end) find_rows(s, seg, tile + 1, &w.rows[(i + 1) % 3]);
+    } else if (tile + distance < tiles_end) {
+      find_rows(s, seg, tile + distance, later);
+      if (first) ahead.begin(s, later);
+    } else if (beyond != nullptr && beyond->find(later)) {
+      ahead.begin(s, later);
+    }
+    if constexpr (Arithmetic::kTokenScales) {
+      for (int t = r.lo(); t < r.hi(); t += 16) {
+        std::memcpy(w.k_scale + t, r.k_scale[t / 16], 64);
+        std::memcpy(w.v_scale + t, r.v_scale[t / 16], 64);
+      }
+      const auto no_token = [&](int t) CPU_KERNELS_LAMBDA {
+        w.k_scale[t] = w.k_scale[r.first];
+        w.v_scale[t] = 0.f;
+      };
+      for (int t = r.lo(); t < r.first; ++t) no_token(t);
+      for (int t = r.n; t < r.hi(); ++t) no_token(t);
+    }
+    Arithmetic::scores(s, seg, r, w, ahead);
+    if constexpr (!Arithmetic::kOwnSoftmax) softmax_tile<Arithmetic::kTokenScales>(s, r, seg.queries, w);
+    Arithmetic::values(s, seg, r, w, ahead);
+    ahead.rest();
+  }
+  if constexpr (Arithmetic::kOwnSoftmax) Arithmetic::end(s, seg, w);
+  std::memcpy(seg.m, w.m, seg.queries * sizeof(float));
+  std::memcpy(seg.l, w.l, seg.queries * sizeof(float));
+}
+
 template <class Arithmetic>
 void attend_with(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
   scratch.ran = kIsaName;
   Work& w = *reinterpret_cast<Work*>(scratch.memory);
   const int d = s.layout.head_dim;
-  for (int g = 0; g < round_up(seg.queries, kLanes); ++g) {
-    w.m[g] = kNoToken;
-    w.l[g] = 0.f;
+  for (int g = 0; g < seg.queries; ++g) {
+    seg.m[g] = kNoToken;
+    seg.l[g] = 0.f;
   }
   std::memset(seg.o, 0, static_cast<std::size_t>(seg.queries) * d * sizeof(float));
-  if (seg.end > seg.begin) {
-    Arithmetic::prepare(s, seg, w);
-    const int tiles_begin = seg.begin / kTile, tiles_end = (seg.end + kTile - 1) / kTile;
-    const int distance = s.tuning.prefetch_hint == 0 ? 0 : s.tuning.prefetch_tiles >= 2 ? 2 : 1;
-    const Segment* following = nullptr;
-    int following_tile = 0, following_end = -1;  // -1: not asked for yet
-    for (int i = 0; i < (distance > 0 ? distance : 1) && tiles_begin + i < tiles_end; ++i)
-      find_rows(s, seg, tiles_begin + i, &w.rows[i]);
-    for (int tile = tiles_begin; tile < tiles_end; ++tile) {
-      const int i = tile - tiles_begin;
-      const Rows& r = w.rows[i % 3];
-      Ahead ahead;
-      Rows* later = &w.rows[(i + distance) % 3];
-      if (distance == 0) {
-        if (tile + 1 < tiles_end) find_rows(s, seg, tile + 1, &w.rows[(i + 1) % 3]);
-      } else if (tile + distance < tiles_end) {
-        find_rows(s, seg, tile + distance, later);
-        ahead.begin(s, later);
-      } else {
-        if (following_end < 0) {
-          following = next.find != nullptr ? next.find(next.context) : nullptr;
-          const bool some = following != nullptr && following->end > following->begin;
-          following_tile = some ? following->begin / kTile : 0;
-          following_end = some ? (following->end + kTile - 1) / kTile : 0;
-        }
-        if (following_tile < following_end) {
-          find_rows(s, *following, following_tile++, later);
-          ahead.begin(s, later);
-        }
-      }
-      if constexpr (Arithmetic::kTokenScales) {
-        for (int t = r.lo(); t < r.hi(); t += 16) {
-          std::memcpy(w.k_scale + t, r.k_scale[t / 16], 64);
-          std::memcpy(w.v_scale + t, r.v_scale[t / 16], 64);
-        }
-        const auto no_token = [&](int t) CPU_KERNELS_LAMBDA {
-          w.k_scale[t] = w.k_scale[r.first];
-          w.v_scale[t] = 0.f;
-        };
-        for (int t = r.lo(); t < r.first; ++t) no_token(t);
-        for (int t = r.n; t < r.hi(); ++t) no_token(t);
-      }
-      Arithmetic::scores(s, seg, r, w, ahead);
-      if constexpr (!Arithmetic::kOwnSoftmax) softmax_tile<Arithmetic::kTokenScales>(s, r, seg.queries, w);
-      Arithmetic::values(s, seg, r, w, ahead);
-      ahead.rest();
+  if (seg.end <= seg.begin) return;
+
+  const int rows = seg.queries / seg.heads, passes = pass_count(rows, seg.heads);
+  const std::size_t bytes = pass_bytes((rows + passes - 1) / passes * seg.heads, d);
+  const auto part = [&](int pass, int begin, int end) {
+    const int first = rows * pass / passes, at = first * seg.heads;
+    Segment some = seg;
+    some.begin = begin;
+    some.end = end;
+    some.query_rows += first;
+    some.queries = rows * (pass + 1) / passes * seg.heads - at;
+    some.o += at * d;
+    some.m += at;
+    some.l += at;
+    w.query_scale = reinterpret_cast<float*>(w.prepared + pass * bytes);
+    w.queries = w.query_scale + kMaxQueries;
+    return some;
+  };
+  for (int pass = 0; pass < passes; ++pass) Arithmetic::prepare(s, part(pass, seg.begin, seg.end), w);
+  const std::int64_t token_bytes = 2 * static_cast<std::int64_t>(s.layout.row_bytes());
+  const std::int64_t piece = passes == 1 ? seg.end : std::int64_t{1024} * s.tuning.prefix_piece_kib / token_bytes;
+  for (int begin = seg.begin; begin < seg.end;) {
+    const std::int64_t wanted = (begin + piece + kTile - 1) / kTile * kTile;
+    const int end = wanted < seg.end ? static_cast<int>(wanted) : seg.end;
+    Beyond beyond{s, next};
+    if (end < seg.end) {
+      beyond.segment = &seg;
+      beyond.tile = end / kTile;
+      beyond.end = (seg.end + kTile - 1) / kTile;
     }
+    for (int pass = 0; pass < passes; ++pass)
+      attend_pass<Arithmetic>(s, part(pass, begin, end), pass == 0, pass + 1 == passes ? &beyond : nullptr, w);
+    begin = end;
   }
-  std::memcpy(seg.m, w.m, seg.queries * sizeof(float));
-  std::memcpy(seg.l, w.l, seg.queries * sizeof(float));
 }
 
 void attend_any(const AttendShape& s, const Segment& seg, const NextSegment& next, Scratch& scratch) {
