@@ -137,6 +137,8 @@ cdef extern from "plan.hpp" namespace "cpu_kernels" nogil:
         int partials()
         WorkCost item_cost(int item)
         int item_units(int item)
+        int unit_rows(int item, int unit)
+        int unit_tokens(int item, int unit)
         WorkCost total_cost()
         void run(const LayerIo&, int threads) except +
         cbool can_append()
@@ -410,10 +412,14 @@ cdef class PlanHandle:
         return cost.bytes, cost.tokens
 
     @property
-    def shares(self) -> list[tuple[int, int]]:
-        """Of every item, in the order in which workers take them: how many runs of tokens it has, and tokens."""
-        cdef int i
-        return [(self.plan.get().item_units(i), self.plan.get().item_cost(i).tokens) for i in range(self.items)]
+    def shares(self) -> list[list[tuple[int, int]]]:
+        """Of every item, in the order in which workers take them, its runs of tokens: for how many rows, and tokens."""
+        cdef int i, u
+        cdef CPlan* plan = self.plan.get()
+        return [
+            [(plan.unit_rows(i, u), plan.unit_tokens(i, u)) for u in range(plan.item_units(i))]
+            for i in range(self.items)
+        ]
 
     def ran(self) -> set[str]:
         cdef const char* name

@@ -57,10 +57,10 @@ BlockCache& block_cache() {
 // What a unit costs for each of its rows before its first token, as a number of tokens: queries and results are
 // converted.
 constexpr double kUnitTokens = 16;
-// What a partial result costs for each query, likewise: it is as large as two tokens of 16 bits (sums in fp32, no
-// values), and is written and read again.
-constexpr double kPartialTokens = 2;
-// A pass over a prefix is cut only where each piece is so many times the work that cutting costs.
+// What a partial result costs for each query, likewise: it is as large as a token of 16 bits. Its lines are fetched,
+// written, and read again, mostly from the cache of another core, which takes twice as long.
+constexpr double kPartialTokens = 4;
+// A shared run is cut only where each piece is so many times the work that cutting costs.
 constexpr double kCutWorth = 2;
 
 // How much work each item gets. Whoever is free takes the next item, so items could be small; but every cut leaves
@@ -225,27 +225,15 @@ Plan::Plan(const PlanInput& in)
     if (at < length || length == 0) own[row].push_back({at, length});
   }
 
-  // What there is to do, in tokens x KV heads. A group's rows are taken in blocks that one pass over the tokens serves;
-  // reading dominates a pass up to about 16 queries, arithmetic after that.
-  struct Pass {
-    int rows;
-    double per_token;
-    double fixed() const { return rows * kUnitTokens; }
-  };
-  auto blocks_of = [&](const GroupWork& group) { return pass_count(static_cast<int>(group.rows.size()), heads_); };
-  auto block_begin = [&](const GroupWork& group, int block) {
-    return static_cast<int>(static_cast<std::int64_t>(group.rows.size()) * block / blocks_of(group));
-  };
-  auto pass_of = [&](int rows) { return Pass{rows, std::max(1.0, rows * heads_ / 16.0)}; };
-  const Pass alone{1, 1.0};
+  // What there is to do, in tokens x KV heads. Reading dominates up to about 16 queries, arithmetic after that.
+  auto per_token = [&](double rows) { return std::max(1.0, rows * heads_ / 16.0); };
   double work = 0;
-  for (const GroupWork& group : group_work)
-    for (int block = 0; block < blocks_of(group); ++block) {
-      const Pass pass = pass_of(block_begin(group, block + 1) - block_begin(group, block));
-      work += pass.fixed() + (group.end - group.begin) * pass.per_token;
-    }
+  for (const GroupWork& group : group_work) {
+    const double rows = static_cast<double>(group.rows.size());
+    work += rows * kUnitTokens + (group.end - group.begin) * per_token(rows);
+  }
   for (int row = 0; row < rows_; ++row)
-    for (const Run& run : own[row]) work += alone.fixed() + run.end - run.begin;
+    for (const Run& run : own[row]) work += kUnitTokens + run.end - run.begin;
   work *= pool_.kv_heads;
   const int useful =
       static_cast<int>(std::min<double>(in.threads, std::max(1.0, work / std::max(1, in.tuning.min_thread_tokens))));
@@ -257,16 +245,17 @@ Plan::Plan(const PlanInput& in)
     bundles_.push_back(static_cast<int>(units_.size()));
     room = portions.next();
   };
-  // Cuts one pass over a run of one head where items end, no shorter than `least`; add(begin, end) makes a unit.
-  auto cut = [&](Run run, const Pass& pass, int least, auto&& add) {
+  // Cuts a run of one head for `rows` rows where items end, no shorter than `least`; add(begin, end) makes a unit.
+  auto cut = [&](Run run, int rows, int least, auto&& add) {
+    const double fixed = rows * kUnitTokens, each = per_token(rows);
     int from = run.begin;
     do {
       const bool fresh = static_cast<int>(units_.size()) == bundles_.back();
-      const int stop = piece_end(from, run.end, (room - pass.fixed()) / pass.per_token, least, fresh);
-      const double cost = (stop - from) * pass.per_token + (stop == run.end ? pass.fixed() : 0.0);
+      const int stop = piece_end(from, run.end, (room - fixed) / each, least, fresh);
+      const double cost = (stop - from) * each + (stop == run.end ? fixed : 0.0);
       if (stop > from || run.begin == run.end) {  // else what the item has left is too little for a piece
         add(from, stop);
-        room -= pass.fixed();
+        room -= fixed;
       }
       room -= cost;
       portions.took(cost);
@@ -275,27 +264,25 @@ Plan::Plan(const PlanInput& in)
     } while (from < run.end);
   };
 
-  // Groups first: they are the longest items. Items end within a block's pass or, better, between two of them, where
-  // nothing is cut; passes of an item over the same tokens become one unit.
+  // Groups first: they are the longest items. A group is read once for as many rows as it is cut into parts: few parts
+  // mean large partial results wherever an item ends, many that an item reads more tokens for the same work. Together
+  // they cost least where, for an item as large as the first, both are as dear.
   const int least_tokens = std::max(1, in.tuning.min_split_tokens);
+  const double first_item = room;
   for (const GroupWork& group : group_work) {
-    const int rows_at = static_cast<int>(unit_rows_.size());
+    const int count = static_cast<int>(group.rows.size()), rows_at = static_cast<int>(unit_rows_.size());
     unit_rows_.insert(unit_rows_.end(), group.rows.begin(), group.rows.end());
+    const double partial = heads_ * kPartialTokens;  // of a row
+    const int most = kMaxPasses * pass_rows(heads_);
+    const double best = std::sqrt(first_item * count / (per_token(count) * partial));
+    const int together = static_cast<int>(std::min<double>(most, std::max<double>(best, pass_rows(heads_))));
+    const int parts = (count + together - 1) / together;
     for (int head = 0; head < pool_.kv_heads; ++head)
-      for (int block = 0; block < blocks_of(group); ++block) {
-        const int first = block_begin(group, block), rows = block_begin(group, block + 1) - first;
-        const Pass pass = pass_of(rows);
-        const double dear = kCutWorth * (pass.fixed() + rows * heads_ * kPartialTokens) / pass.per_token;
-        cut({group.begin, group.end}, pass, std::max(least_tokens, static_cast<int>(dear)), [&](int begin, int end) {
-          if (static_cast<int>(units_.size()) > bundles_.back()) {
-            Unit& last = units_.back();
-            const bool next_to = last.rows + last.row_count == rows_at + first && last.head == head;
-            if (next_to && last.begin == begin && last.end == end &&
-                pass_count(last.row_count + rows, heads_) <= kMaxPasses) {
-              last.row_count += rows;
-              return;
-            }
-          }
+      for (int part = 0; part < parts; ++part) {
+        const int first = static_cast<int>(static_cast<std::int64_t>(count) * part / parts);
+        const int rows = static_cast<int>(static_cast<std::int64_t>(count) * (part + 1) / parts) - first;
+        const double dear = kCutWorth * rows * (kUnitTokens + partial) / per_token(rows);
+        cut({group.begin, group.end}, rows, std::max(least_tokens, static_cast<int>(dear)), [&](int begin, int end) {
           units_.push_back({table_begin_[group.rows[0]], begin, end, head, rows_at + first, rows});
         });
       }
@@ -305,7 +292,7 @@ Plan::Plan(const PlanInput& in)
     unit_rows_.push_back(row);
     for (int head = 0; head < pool_.kv_heads; ++head)
       for (const Run& run : own[row])
-        cut(run, alone, least_tokens, [&](int begin, int end) {
+        cut(run, 1, least_tokens, [&](int begin, int end) {
           units_.push_back({table_begin_[row], begin, end, head, rows_at, 1, -1, end == lengths_[row] && end > 0});
         });
   }

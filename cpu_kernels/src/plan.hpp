@@ -81,8 +81,13 @@ class Plan {
   void end(bool whole);
 
   WorkCost item_cost(int item) const;
-  // Runs of tokens of one KV head that the item reads; each costs something before its first token.
+  // Runs of tokens of one KV head that the item reads, for so many rows each; a run costs something before its first
+  // token.
   int item_units(int item) const { return bundles_[item + 1] - bundles_[item]; }
+  int unit_rows(int item, int unit) const { return units_[bundles_[item] + unit].row_count; }
+  int unit_tokens(int item, int unit) const {
+    return units_[bundles_[item] + unit].end - units_[bundles_[item] + unit].begin;
+  }
   WorkCost total_cost() const;
 
   // A whole run, on this thread and `threads` - 1 more that live for this call. For measurements and scripts; a step

@@ -12,9 +12,10 @@ from cpu_kernels.attention import HostPool, Plan, Tuning
 from cpu_kernels.probe import Memory
 
 PAGE = 64
-#: What a run of tokens of one KV head, and an item, costs before its first token, as a number of tokens: about what was
-#: measured (docs/kernels.md).
+#: What a run of tokens of one KV head costs for each row, and an item, before its first token, as a number of tokens:
+#: about what was measured (docs/kernels.md).
 RUN_COST = ITEM_COST = 16
+Items = Sequence[Sequence[tuple[int, int]]]  # of every item its runs: rows, tokens
 
 
 @pytest.fixture(scope="module")
@@ -23,30 +24,49 @@ def memory() -> Memory:
     return Memory(HostPool.bytes_needed(1, 600, 8, 16))
 
 
-def shares(memory: Memory, lengths: Sequence[int], kv_heads: int, threads: int, **tuning: int) -> list[tuple[int, int]]:
-    """Of every item, in the order in which workers take them: runs of tokens, and tokens in all."""
-    counts = [-(-n // PAGE) for n in lengths]
-    pool = HostPool(memory.address, 1, sum(counts), kv_heads, 16)
-    tables = [list(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(counts))]
-    plan = Plan(pool, lengths, tables, kv_heads, threads=threads, tuning=Tuning(**tuning))
-    assert sum(tokens for _, tokens in plan.native.shares) == sum(lengths) * kv_heads
-    return plan.native.shares
+def make_plan(
+    memory: Memory, lengths: Sequence[int], kv_heads: int, threads: int, shared: int = 0, heads: int = 1
+) -> Plan:
+    """All rows share their first ``shared`` tokens; ``heads`` query heads per KV head."""
+    common = shared // PAGE
+    tables, used = [], common
+    for n in lengths:
+        own = -(-n // PAGE) - common
+        tables.append([*range(common), *range(used, used + own)])
+        used += own
+    pool = HostPool(memory.address, 1, used, kv_heads, 16)
+    groups = [(range(len(lengths)), shared)] if shared else None
+    return Plan(pool, lengths, tables, kv_heads * heads, threads=threads, tuning=Tuning(), prefix_groups=groups)
 
 
-def efficiency(items: Sequence[tuple[int, int]], speeds: Sequence[float]) -> float:
+def shares(memory: Memory, lengths: Sequence[int], kv_heads: int, threads: int) -> Items:
+    """Of every item, in the order in which workers take them: rows and tokens of each run."""
+    items = make_plan(memory, lengths, kv_heads, threads).native.shares
+    assert sum(tokens for item in items for _, tokens in item) == sum(lengths) * kv_heads
+    return items
+
+
+def work(items: Items, heads: int = 1) -> float:
+    """Tokens, each as many times as more than 16 queries take longer than reading."""
+    return sum(tokens * max(1.0, rows * heads / 16) for item in items for rows, tokens in item)
+
+
+def efficiency(items: Items, speeds: Sequence[float], heads: int = 1, partial: float = 0.0) -> float:
     """The time of a plan that were divided evenly at no cost, by the time until the last worker is done.
 
     Args:
         speeds: of the workers; whoever is free first takes the next item.
+        partial: what a run costs for each query that it has beside others, as a number of tokens.
     """
     free = [(0.0, worker) for worker in range(len(speeds))]
     end = 0.0
-    for runs, tokens in items:
+    for item in items:
         at, worker = heapq.heappop(free)
-        at += (ITEM_COST + RUN_COST * runs + tokens) / speeds[worker]
+        rows = sum(rows for rows, _ in item)
+        at += (ITEM_COST + (RUN_COST + partial * heads) * rows + work([item], heads)) / speeds[worker]
         end = max(end, at)
         heapq.heappush(free, (at, worker))
-    return sum(tokens for _, tokens in items) / sum(speeds) / end
+    return work(items, heads) / sum(speeds) / end
 
 
 def rows(count: int) -> list[int]:
@@ -78,7 +98,7 @@ def test_a_slow_worker_is_evened_out(memory: Memory, kv_heads: int) -> None:
     speeds = [2 / 3] + [1.0] * 12
     items = shares(memory, rows(24), kv_heads, 13)
     assert efficiency(items, speeds) >= 0.95 * efficiency(items, [1.0] * 13)
-    even = [(1, sum(tokens for _, tokens in items) // 13)] * 13
+    even = [[(1, round(work(items) / 13))]] * 13
     assert efficiency(even, speeds) < 0.75, "one share each would not do"
 
 
@@ -88,3 +108,23 @@ def test_small_work_is_cut_into_few_items(memory: Memory) -> None:
     assert len(shares(memory, [1000] * 8, 8, 13)) <= 6 * 13
     assert len(shares(memory, [1000] * 8, 8, 1)) == 1
     assert len(shares(memory, [20], 2, 13)) <= 2
+
+
+@pytest.mark.parametrize("threads", [12, 13, 14, 16])
+def test_shared_prefixes_are_cut_seldom(memory: Memory, threads: int) -> None:
+    """Every cut leaves the sums of all rows that share; reading once more costs less than small pieces of many rows."""
+    lengths, heads = [4096] * 64, 8
+    plan = make_plan(memory, lengths, 8, threads, shared=4096, heads=heads)
+    items = plan.native.shares
+    assert sum(rows * tokens for item in items for rows, tokens in item) == sum(lengths) * 8
+    partials = sum(rows for item in items for rows, _ in item) * heads * 128 * 4  # bytes, if head_dim were 128
+    assert partials == plan.native.partials * heads * 128 * 4 < 12e6, "one for each query: 2.1e6"
+    read = sum(tokens for item in items for _, tokens in item) * 2 * 128 * 2
+    assert read <= 2 * 4096 * 8 * 2 * 128 * 2, "a head's tokens are read for half of its rows, at least"
+    assert efficiency(items, [1.0] * threads, heads, partial=4.0) >= 0.85
+
+
+def test_one_worker_leaves_one_partial_result_a_query(memory: Memory) -> None:
+    plan = make_plan(memory, [600] * 60, 4, 1, shared=512, heads=8)
+    assert plan.native.partials == 2 * 60 * 4, "of the prefix and of the row's own tokens"
+    assert sorted({rows for item in plan.native.shares for rows, _ in item}) == [1, 60]
