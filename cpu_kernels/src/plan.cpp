@@ -324,12 +324,15 @@ Plan::Plan(const PlanInput& in)
   const std::size_t per_worker = ((scratch + worker_o + 4095) & ~static_cast<std::size_t>(4095)) + 64;
   const std::size_t o_bytes = align64(static_cast<std::size_t>(partials_) * heads_ * dim * sizeof(float));
   const std::size_t l_bytes = align64(static_cast<std::size_t>(partials_) * heads_ * sizeof(float));
-  memory_ = std::make_unique<Block>(per_worker * workers_ + o_bytes + 2 * l_bytes + 64);
+  memory_ = std::make_unique<Block>(per_worker * workers_ + 8192 + o_bytes + 2 * l_bytes);
   std::uint8_t* at = static_cast<std::uint8_t*>(memory_->data);
   for (int worker = 0; worker < workers_; ++worker, at += per_worker) {
     scratch_.push_back({at, nullptr});
     worker_o_.push_back(reinterpret_cast<float*>(at + scratch));
   }
+  // Whatever the number of workers, sums begin half a row after a page boundary: a row of them is as large as a pair of
+  // 16-bit values, and loads of values wait for stores of sums that are the same distance from a page boundary.
+  at += 4096 - (at - static_cast<std::uint8_t*>(memory_->data)) % 4096 + align64(dim * sizeof(float) / 2);
   partial_o_ = reinterpret_cast<float*>(at);
   partial_m_ = reinterpret_cast<float*>(at + o_bytes);
   partial_l_ = reinterpret_cast<float*>(at + o_bytes + l_bytes);

@@ -21,6 +21,7 @@ template <int kParts>
 struct Bf16Tiles {
   static constexpr bool kTokenScales = false;
   static constexpr int kBytes = 2, kQueries = 16 / kParts;
+  static constexpr bool kAsGiven = kParts == 1;  // columns of bf16 queries are these
 
   template <int kC, int kA, int kB>
   static CPU_KERNELS_INLINE void dot() {
@@ -50,6 +51,7 @@ template <int kParts>
 struct Int8Tiles {
   static constexpr bool kTokenScales = true;
   static constexpr int kBytes = 1, kQueries = 16 / kParts;
+  static constexpr bool kAsGiven = false;
   // The largest 128 * high + low with high <= 127 and low <= 63.
   static constexpr float kMost = kParts == 2 ? 16319.f : 127.f;
 
@@ -127,6 +129,11 @@ struct TileArithmetic {
         const int g = block * kQueries + i;
         w.query_scale[g] = 0.f;
         if (g >= seg.queries) continue;
+        if (Tiles::kAsGiven && s.query_type == Type::bf16) {
+          std::memcpy(columns[i], query_pointer(seg, g, d, Type::bf16), d * 2);
+          w.query_scale[g] = scale;
+          continue;
+        }
         read_query(s, seg, g, natural);
         for (int j = d; j < dims; ++j) natural[j] = 0.f;
         w.query_scale[g] = scale * Tiles::columns(natural, dims, columns[i], columns[(i + 8) % 16]);
