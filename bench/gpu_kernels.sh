@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The CPU kernels on a machine that has no package registry: build, test and measure in one go.
-#   [BUNDLE=folder] OUT=folder SGLANG_NEO_COMMIT=... bench/gpu_kernels.sh [test|bench|all]
+#   [BUNDLE=folder] OUT=folder SGLANG_NEO_COMMIT=... bench/gpu_kernels.sh [test|bench|shared|all]
+# shared: only what sharing a prefix gains, at several numbers of threads and with variants of the tuning; half a minute.
 # BUNDLE, OUT: see bench/gpu_setup.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -9,7 +10,7 @@ what=${1:-all}
 { lscpu; python3 -m cpu_kernels.info; } > "$OUT/machine.txt" 2>&1
 tail -40 "$OUT/machine.txt"
 
-if [ "$what" != bench ]; then
+if [ "$what" != bench ] && [ "$what" != shared ]; then
   log "C++ tests"
   g++ -std=c++17 -O2 -pthread -Isrc src/tests/test_kernels.cpp $(ls src/*.cpp src/*/kernels.cpp | grep -v probe.cpp) -o test_kernels \
     > "$OUT/cpp_build.txt" 2>&1 & build=$!
@@ -20,6 +21,12 @@ if [ "$what" != bench ]; then
     status=1; tail -5 "$OUT/cpp_build.txt"; fi
 fi
 if [ "$what" != test ]; then
+  log "shared prefixes"
+  CPU_KERNELS_CALIBRATION=off timeout 60 python3 -m bench.shared_prefix --threads 1 12 14 16 --seconds 4 \
+    > "$OUT/shared_prefix.jsonl" 2>&1 || status=1
+  cat "$OUT/shared_prefix.jsonl"
+fi
+if [ "$what" != test ] && [ "$what" != shared ]; then
   log "calibration"
   timeout 60 python3 -m cpu_kernels.calibration 2>&1 | tee "$OUT/calibration.txt" | tail -20
   log "bench"

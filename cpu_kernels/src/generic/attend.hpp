@@ -758,9 +758,11 @@ struct Beyond {
 // Pieces are prefetched from memory by the first pass over them (`first`), what is beyond them by the last one.
 template <class Arithmetic>
 void attend_pass(const AttendShape& s, const Segment& seg, bool first, Beyond* beyond, Work& w) {
-  for (int g = 0; g < kMaxQueries; ++g) {
-    w.m[g] = g < seg.queries ? seg.m[g] : kNoToken;
-    w.l[g] = g < seg.queries ? seg.l[g] : 0.f;
+  std::memcpy(w.m, seg.m, seg.queries * sizeof(float));
+  std::memcpy(w.l, seg.l, seg.queries * sizeof(float));
+  for (int g = seg.queries; g % 16 != 0; ++g) {  // vectors and blocks of tiles are whole
+    w.m[g] = kNoToken;
+    w.l[g] = 0.f;
   }
   const int tiles_begin = seg.begin / kTile, tiles_end = (seg.end + kTile - 1) / kTile;
   const int distance = s.tuning.prefetch_hint == 0 ? 0 : s.tuning.prefetch_tiles >= 2 ? 2 : 1;
