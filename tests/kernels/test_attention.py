@@ -327,7 +327,8 @@ def test_tile_arithmetic_in_software(monkeypatch: pytest.MonkeyPatch) -> None:
             for scale in (1.0, head_dim**-0.5):
                 tuning = Tuning(held_tiles=tiles, prefix_piece_kib=100, min_split_tokens=32)
                 groups: dict[str, Any] = dict(prefix_groups=[(range(rows), 640)], tuning=tuning)
-                verify("amx_shim", case, 5, "bfloat16", rng, scale=scale, threads=2, workers=2, **groups)
+                for heads in (5, 8):
+                    verify("amx_shim", case, heads, "bfloat16", rng, scale=scale, threads=2, workers=2, **groups)
         verify("amx_shim", case, 8, "bfloat16", rng, soft_cap=5.0, window=300, **groups)
 
 

@@ -5,7 +5,7 @@
 // A core multiplies tiles beside what else it does, but looks only a few hundred instructions ahead. So the softmax of
 // two blocks is cut into steps that stand between the products of the next two.
 //
-// The sums of a pass's queries are larger than the first-level cache. So they are added to by tiles where they lie, and
+// The sums of more than two blocks crowd the first-level cache. So they are added to by tiles where they lie, and
 // for several tiles of tokens at a time: weights are held until `tile_values` of them have come together. That asks for
 // sums that seldom shrink: the maximum to which weights refer only follows when scores have outgrown it by kSlack, and
 // then the block's weights so far are used up first. Weights up to 2^kSlack are as exact as those up to 1.
@@ -47,16 +47,24 @@ struct BlockArithmetic {
   }
 
   static void end(const AttendShape& s, const Segment& seg, Work& w) {
-    use_weights(s, seg, w);
+    Ahead nothing;
+    use_weights(s, seg, w, 0, nothing);
     const int d = s.layout.head_dim, whole = seg.queries / kQueries * kQueries;
     std::memcpy(seg.o + whole * d, state(w).rest, (seg.queries - whole) * d * sizeof(float));
   }
+
+  static int most_held(const AttendShape& s, const Segment& seg) {
+    if (Tiles::blocks(seg.queries) <= 2) return 1;
+    return s.tuning.held_tiles < kMostHeld ? s.tuning.held_tiles : kMostHeld;
+  }
+  // The share of a tile's time that scores and softmax take, if its values follow at once.
+  static float score_share(const AttendShape& s, const Segment& seg) { return most_held(s, seg) == 1 ? .625f : 1.f; }
 
   // Scores of a tile of tokens for all queries, and meanwhile the softmax of the blocks before.
   static void scores(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
     State& x = state(w);
     const int products = (r.hi() - r.lo() + 31) / 32 * Tiles::chunks(s.layout.head_dim);
-    const int bytes = Tiles::pace(s, seg.queries, 1.f, products);
+    const int bytes = Tiles::pace(s, seg.queries, score_share(s, seg), products);
     Tiles::for_blocks(seg.queries, [&](auto count, int block) CPU_KERNELS_LAMBDA {
       constexpr int kCount = decltype(count)::value;
       const int steps = (x.waiting * kSteps + products - 1) / products;
@@ -77,13 +85,13 @@ struct BlockArithmetic {
   }
 
   // They wait for the last blocks' weights, and for those of more tiles.
-  static void values(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead&) {
+  static void values(const AttendShape& s, const Segment& seg, const Rows& r, Work& w, Ahead& ahead) {
     State& x = state(w);
-    const int most = s.tuning.held_tiles < kMostHeld ? s.tuning.held_tiles : kMostHeld;
+    const int bytes = Tiles::pace(s, seg.queries, 1.f - score_share(s, seg), (s.layout.head_dim + 31) / 32);
     const bool copied = !Tiles::in_page(s, r);
     if (copied) catch_up(s, seg, w);  // before the copy, which takes the memory that it needs
     x.values[x.held++] = Tiles::value_rows(s, r, w.extra);
-    if (copied || x.held >= most) use_weights(s, seg, w);
+    if (copied || x.held >= most_held(s, seg)) use_weights(s, seg, w, bytes, ahead);
   }
 
   static void catch_up(const AttendShape& s, const Segment& seg, Work& w) {
@@ -179,7 +187,8 @@ struct BlockArithmetic {
   }
 
   // Adds the values of all held tiles. The blocks follow each other for every few dims, which are then in the cache.
-  static void use_weights(const AttendShape& s, const Segment& seg, Work& w) {
+  // Prefetches `bytes` for each block and 32 dims.
+  static void use_weights(const AttendShape& s, const Segment& seg, Work& w, int bytes, Ahead& ahead) {
     catch_up(s, seg, w);
     State& x = state(w);
     if (x.held == 0) return;
@@ -192,6 +201,7 @@ struct BlockArithmetic {
           add_values<kCount, kTiles>(s, seg, w, block, j, x.held);
         else
           for (int b = 0; b < kCount; ++b) add_values<1, kTiles>(s, seg, w, block + b, j, x.held);
+        ahead.keep_up(kCount * bytes);
       });
     };
     int j = 0;
