@@ -8,12 +8,12 @@
 
 namespace cpu_kernels {
 
-constexpr int kTile = 64;                         // tokens per step of the online softmax
-constexpr int kMergedParts = 64;                  // partial results that one merge takes
-constexpr int kMaxQueries = 64;                   // queries of one KV head that one pass over its tokens serves
-constexpr int kMaxPasses = 8;                     // passes over a segment's tokens
+constexpr int kTile = 64;                          // tokens per step of the online softmax
+constexpr int kMergedParts = 64;                   // partial results that one merge takes
+constexpr int kMaxQueries = 64;                    // queries of one KV head that one pass over its tokens serves
+constexpr int kMaxPasses = 8;                      // passes over a segment's tokens
 constexpr std::size_t kScratchFixed = 128 * 1024;  // bytes of a worker's scratch before the queries
-constexpr float kNoToken = -1e30f;                // running maximum of a row that has seen no token yet
+constexpr float kNoToken = -1e30f;                 // running maximum of a row that has seen no token yet
 
 // What calibration may change. Zeroes are never filled in by the kernels: these are the values used.
 struct Tuning {
@@ -24,10 +24,10 @@ struct Tuning {
   int last_round_tokens = 384;   // tokens x KV heads that are left for each thread when the rest is divided evenly
   int prefix_min_rows = 2;       // shared prefixes of fewer rows are read per row
   int prefix_piece_kib = 512;    // keys and values that all passes over a shared prefix read before they go on
-  int held_tiles = 2;            // 1 to 4: tiles of 64 tokens whose weights matrix tiles take at a time, shared prefixes
-  int dot_min_queries = 8;       // queries per KV head from which bf16 dot products replace fp32 FMA
-  int tile_min_queries = 4;      // queries per KV head from which AMX tiles are used
-  int accurate_int8 = 1;         // 1: 16-bit queries and weights, 0: 8-bit where the ISA gains from it
+  int held_tiles = 2;        // 1 to 4: tiles of 64 tokens whose weights matrix tiles take at a time, shared prefixes
+  int dot_min_queries = 8;   // queries per KV head from which bf16 dot products replace fp32 FMA
+  int tile_min_queries = 4;  // queries per KV head from which AMX tiles are used
+  int accurate_int8 = 1;     // 1: 16-bit queries and weights, 0: 8-bit where the ISA gains from it
 };
 
 // A run of tokens of one KV head and the queries that attend to it. Where these are more than kMaxQueries, several

@@ -130,7 +130,7 @@ class Plan {
   std::vector<int> parts_;        // partial results, of one row and head after the other
   std::vector<int> parts_begin_;  // [rows * kv_heads + 1]
   int partials_ = 0;
-  int max_rows_ = 1;  // of a unit
+  int max_rows_ = 1;                             // of a unit
   std::unique_ptr<std::atomic<int>[]> arrived_;  // [row][kv_head], all 0 between whole runs
   std::atomic<bool> running_{false};
   bool cut_short_ = false;  // of the run before; whoever has set running_ owns it

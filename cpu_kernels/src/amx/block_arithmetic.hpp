@@ -1,6 +1,6 @@
-// bf16 keys and values with matrix tiles for more than 8 queries, as shared prefixes have them: whole blocks of 16. Keys
-// and values then come from a cache, and arithmetic is the bound. Included after tile_arithmetic.hpp, whose tiles and
-// registers these are.
+// bf16 keys and values with matrix tiles for more than 8 queries, as shared prefixes have them: whole blocks of 16.
+// Keys and values then come from a cache, and arithmetic is the bound. Included after tile_arithmetic.hpp, whose tiles
+// and registers these are.
 //
 // A core multiplies tiles beside what else it does, but looks only a few hundred instructions ahead. So the softmax of
 // two blocks is cut into steps that stand between the products of the next two.
@@ -139,7 +139,7 @@ struct BlockArithmetic {
     if (x.step == 0) softmax_begin(s, seg, w);
     const Wide factor = wide_load(x.factor), shift = wide_load(x.shift);
     const float* scores = x.scores + x.step * kStepVectors * kQueries;
-    std::uint32_t(*lanes)[16] = Tiles::lanes(w) + x.step % 4 * (kStepVectors / 2);
+    std::uint32_t (*lanes)[16] = Tiles::lanes(w) + x.step % 4 * (kStepVectors / 2);
     unroll<kStepVectors / 2>([&](auto i) CPU_KERNELS_LAMBDA {
       const Wide even = exp2_rough(fma(wide_load(scores + 32 * i), factor, shift));
       const Wide odd = exp2_rough(fma(wide_load(scores + 32 * i + 16), factor, shift));
@@ -149,7 +149,8 @@ struct BlockArithmetic {
     if (x.step % 4 == 3) transpose16(Tiles::lanes(w)[0], 64, x.weights[x.block][x.slot][x.step / 4], 64);
     if (++x.step < kSteps) return;
     float* l = w.l + x.block * kQueries;
-    const Wide sum = add(add(wide_load(x.sums[0]), wide_load(x.sums[1])), add(wide_load(x.sums[2]), wide_load(x.sums[3])));
+    const Wide sum =
+        add(add(wide_load(x.sums[0]), wide_load(x.sums[1])), add(wide_load(x.sums[2]), wide_load(x.sums[3])));
     store(l, add(wide_load(l), sum));
     x.step = 0;
     x.scores += kTile * kQueries;
