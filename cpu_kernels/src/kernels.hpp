@@ -106,6 +106,9 @@ struct KernelTable {
                     std::uint8_t* k, std::int64_t k_row_bytes, std::uint8_t* v, std::int64_t v_row_bytes);
   // `count` elements from one floating type to another.
   void (*convert)(Type from_type, const std::uint8_t* from, Type to_type, std::uint8_t* to, int count);
+  // Queries of one KV head for which arithmetic on a 16-bit token in a page takes about as long as reading it does.
+  // Plans weigh shared runs by it. Of AMX by counting cycles, not by timing.
+  int balanced_queries = 16;
 };
 
 // The kernels of an instruction set by name, or null if this build has none for it. Does not ask the CPU.

@@ -225,8 +225,10 @@ Plan::Plan(const PlanInput& in)
     if (at < length || length == 0) own[row].push_back({at, length});
   }
 
-  // What there is to do, in tokens x KV heads. Reading dominates up to about 16 queries, arithmetic after that.
-  auto per_token = [&](double rows) { return std::max(1.0, rows * heads_ / 16.0); };
+  // What there is to do, in tokens x KV heads: reading dominates up to some number of queries, arithmetic after that.
+  const bool sixteen_bits = layout.type == Type::bf16 && !pool_.slots;
+  const double balanced = sixteen_bits ? kernels_->balanced_queries : KernelTable().balanced_queries;
+  auto per_token = [&](double rows) { return std::max(1.0, rows * heads_ / balanced); };
   double work = 0;
   for (const GroupWork& group : group_work) {
     const double rows = static_cast<double>(group.rows.size());
@@ -297,6 +299,26 @@ Plan::Plan(const PlanInput& in)
         });
   }
   if (static_cast<int>(units_.size()) > bundles_.back()) bundles_.push_back(static_cast<int>(units_.size()));
+
+  // Where pieces of groups end is no longer a matter of rounds alone, so put the longest items first.
+  if (!group_work.empty()) {
+    std::vector<std::pair<double, int>> order;
+    for (int item = 0; item < items(); ++item) {
+      double cost = 0;
+      for (int u = bundles_[item]; u < bundles_[item + 1]; ++u)
+        cost += units_[u].row_count * kUnitTokens + (units_[u].end - units_[u].begin) * per_token(units_[u].row_count);
+      order.emplace_back(-cost, item);
+    }
+    std::sort(order.begin(), order.end());
+    std::vector<Unit> units;
+    std::vector<int> bundles = {0};
+    for (const auto& [cost, item] : order) {
+      units.insert(units.end(), units_.begin() + bundles_[item], units_.begin() + bundles_[item + 1]);
+      bundles.push_back(static_cast<int>(units.size()));
+    }
+    units_.swap(units);
+    bundles_.swap(bundles);
+  }
 
   // A unit that is not the only one of its row and head leaves a partial result for each of its rows.
   const int targets = rows_ * pool_.kv_heads;

@@ -45,7 +45,7 @@ void attend(const AttendShape& s, const Segment& seg, const NextSegment& next, S
 
 }  // namespace
 
-const KernelTable kTable = {kIsaName, attend, finish, merge, write_page, read_page, convert};
+const KernelTable kTable = {kIsaName, attend, finish, merge, write_page, read_page, convert, 64};
 
 }  // namespace amx
 }  // namespace cpu_kernels
