@@ -241,14 +241,21 @@ def test_attention_with_a_soft_cap(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("wrong", ["inbox", "lane"])
 def test_a_wrong_exchange_is_seen(tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Negative controls: lane B gets lane A's answers; lane B's host rows take each other's places."""
-    requests = crowd(seed=3, count=16, answer=30)
-    with InProcessScheduler("neo", tiny("llama"), max_total_tokens=512, neo_mode="pipelined") as scheduler:
+    requests, most = crowd(seed=3, count=16, answer=30), 0
+    options: dict[str, Any] = {"max_total_tokens": 300, "max_running_requests": 16, "neo_mode": "pipelined"}
+    with InProcessScheduler("neo", tiny("llama"), **options) as scheduler:
         attention = scheduler.scheduler.placement.attention
+        own = attention._second.load_control
+
+        def load_control(number: int, index: Any) -> None:
+            nonlocal most
+            most = max(most, len(index))
+            own(number, index[::-1] if wrong == "lane" else index)
+
+        monkeypatch.setattr(attention._second, "load_control", load_control)
         if wrong == "inbox":
             attention._second.inbox = attention.inbox
-        else:
-            own = attention._second.load_control
-            monkeypatch.setattr(attention._second, "load_control", lambda number, index: own(number, index[::-1]))
         got = scheduler.run(requests)
+    assert most > 1, "there was nothing to take for another"
     with pytest.raises(AssertionError):
         assert_exact(alone("llama", requests), tokens(got))
