@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -279,8 +280,10 @@ def test_the_client_loses_nothing_at_full_speed() -> None:
     assert found["chunks_per_second"] > 0 and 0 < found["client_cpu_share"] <= 1.1
 
 
-def test_a_run_whose_time_is_over_is_cut_off() -> None:
-    """Three requests at once of a token every 10 ms: what came until then counts, latencies are of whole requests."""
+@contextlib.contextmanager
+def stand_in(seconds: float, host_rows: bool = False) -> Iterator[tuple[str, list[int]]]:
+    """A server of nothing but /generate, with a token every so many seconds: its address, and what those wanted who
+    left before the end."""
     gone: list[int] = []
 
     async def generate(request: web.Request) -> web.StreamResponse:
@@ -289,14 +292,14 @@ def test_a_run_whose_time_is_over_is_cut_off() -> None:
         await response.prepare(request)
         try:
             for i in range(1, wanted + 1):
-                event = {"output_ids": [7], "meta_info": {"completion_tokens": i}}
+                event = {"output_ids": [7], "meta_info": {"completion_tokens": i, "neo_host_row": [int(host_rows)]}}
                 await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(seconds)
         except ConnectionError:
             gone.append(wanted)
         return response
 
-    async def serve(ready: Callable[[tuple[asyncio.AbstractEventLoop, int]], None]) -> None:
+    async def serve() -> None:
         app = web.Application()
         app.router.add_post("/generate", generate)
         runner = web.AppRunner(app)
@@ -304,21 +307,27 @@ def test_a_run_whose_time_is_over_is_cut_off() -> None:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         assert site._server is not None
-        ready((asyncio.get_running_loop(), site._server.sockets[0].getsockname()[1]))
+        told.put((asyncio.get_running_loop(), site._server.sockets[0].getsockname()[1]))
         await stop.wait()
         await runner.cleanup()
 
     stop, told = asyncio.Event(), queue.Queue[tuple[asyncio.AbstractEventLoop, int]]()
-    server = threading.Thread(target=lambda: asyncio.run(serve(told.put)))
+    server = threading.Thread(target=lambda: asyncio.run(serve()))
     server.start()
     loop, port = told.get(timeout=30)
     try:
-        asks = (Ask((5,), 4), *[Ask((5, 6), 100_000)] * 5)
-        workload = dataclasses.replace(parse("backlog:count=6,concurrency=3,seconds=1.5", 100)[0], asks=asks)
-        found = client.run(f"http://127.0.0.1:{port}", workload, 120, sample_every_s=0)
+        yield f"http://127.0.0.1:{port}", gone
     finally:
         loop.call_soon_threadsafe(stop.set)
         server.join()
+
+
+def test_a_run_whose_time_is_over_is_cut_off() -> None:
+    """Three requests at once of a token every 10 ms: what came until then counts, latencies are of whole requests."""
+    asks = (Ask((5,), 4), *[Ask((5, 6), 100_000)] * 5)
+    workload = dataclasses.replace(parse("backlog:count=6,concurrency=3,seconds=1.5", 100)[0], asks=asks)
+    with stand_in(0.01) as (url, gone):
+        found = client.run(url, workload, 120, sample_every_s=0)
     assert found.seconds < 10 and [a.cut for a in found.answers] == [False, True, True, True]
     assert all(a.error is None and len(a.token_times) > 4 for a in found.answers[1:]), found.answers
     measures = measure(found.answers, found.seconds, [])
@@ -395,14 +404,24 @@ def test_bad_input(tiny: Callable[..., Path], capsys: pytest.CaptureFixture, arg
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU device: set CUDA_VISIBLE_DEVICES=''")
-@pytest.mark.parametrize(
-    "variants",
-    [["neo:sync"], pytest.param(["plain", "neo:sync"], marks=pytest.mark.slow)],  # auto would leave the CPU out
-    ids="-".join,
-)
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_whole_driver(
-    tiny: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture, variants: list[str]
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    real: bool,
 ) -> None:
+    """With servers of its own, or stand-ins that are as fast as each other."""
+
+    @contextlib.contextmanager
+    def started(self: serving.Servers, chosen: serving.Variant) -> Iterator[Any]:
+        with stand_in(0.002, host_rows=chosen.name != "plain") as (url, _):
+            yield SimpleNamespace(url=url, info=dict, post=lambda path, body: None)
+
+    if not real:
+        monkeypatch.setattr(serving.Servers, "_started", started)
+    variants = ["plain", "neo:sync"]  # auto would leave the CPU out
     out = tmp_path / "result.json"
     argv = [str(tiny("llama")), "--out", str(out), "--rounds", "1", "--together", "--logs", str(tmp_path / "logs")]
     argv += [part for name in variants for part in ("--variant", name)]
@@ -423,11 +442,12 @@ def test_the_whole_driver(
     for (variant, workload), run in runs.items():
         measures = run["measures"]
         assert measures["failed"] == 0 and measures["output_tokens"] == (8 * 24 if workload == "backlog" else 4 * 5)
-        on_host = (variant, workload) == ("neo:sync", "backlog")
+        on_host = variant != "plain" and (workload == "backlog" or not real)
         assert (measures["host_output_tokens"] > 0) == on_host, (variant, workload)
         assert measures["sustained_tokens_per_s"] > 0 and run["client"]["cpu_share"] < 1
     chat = runs[variants[0], "chat"]["measures"]
     assert chat["prompt_tokens"] == 2 * 9 + 2 * (9 + 5 + 9), "a turn has all before it in its prompt"
+    assert not real or runs["neo:sync", "backlog"]["neo"]["host_tokens_total"] > 0
     host = runs["neo:sync", "backlog"]["measures"]
     assert host["host"]["requests"] + host["device"]["requests"] == 8 and host["host"]["tpot_s"]["p50"] > 0
     assert "x1.000" in capfd.readouterr().out

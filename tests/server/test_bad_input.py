@@ -241,6 +241,7 @@ def test_unsupported_architecture(servers: ServerPool, tiny_spec: ServerSpec, br
         check_told_in_one_line(server.log(), ["NoSuchForCausalLM"])
 
 
+@pytest.mark.slow  # how a failed start is told: test_processes.py
 def test_bad_tokenizer_path(servers: ServerPool, tiny_spec: ServerSpec, tmp_path: Path) -> None:
     flags = ("--skip-server-warmup", "--tokenizer-path", str(tmp_path / "none"))
     with servers.starting(ServerSpec(tiny_spec.model, flags)) as server:
