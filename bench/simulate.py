@@ -342,7 +342,7 @@ class Server:
 
     def _host_used(self) -> int:
         used = sum([self._pages(begun.prompt + begun.produced) for begun in self._begun() if begun.place == "host"])
-        return used + sum([-(-(request.kv + 1) // 64) * 64 for request in self._host])
+        return used + sum([self._pages(request.kv + 1) for request in self._host])
 
     def _state(self) -> State:
         waiting: list[Prompt] = []

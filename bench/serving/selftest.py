@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from aiohttp import web
 
 from bench.serving.client import run
 from bench.serving.workloads import Ask, Workload
@@ -36,11 +39,23 @@ def measure(streams: int = 64, tokens: int = 200) -> dict[str, Any]:
     }
 
 
+async def serve_generate(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> tuple[web.AppRunner, int]:
+    """Serves nothing but /generate, on this machine, until the runner is cleaned up; and the port."""
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    port: int = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined, unused-ignore]
+    return runner, port
+
+
 def _serve(pipe: Connection) -> None:
     import asyncio
 
     import uvloop
-    from aiohttp import web
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -54,14 +69,8 @@ def _serve(pipe: Connection) -> None:
         return response
 
     async def serve() -> None:
-        app = web.Application()
-        app.router.add_post("/generate", generate)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        pipe.send(site._server.sockets[0].getsockname()[1])  # type: ignore[attr-defined, unused-ignore]
+        _, port = await serve_generate(generate)
+        pipe.send(port)
         await asyncio.Event().wait()
 
     uvloop.new_event_loop().run_until_complete(serve())

@@ -300,14 +300,8 @@ def stand_in(seconds: float, host_rows: bool = False) -> Iterator[tuple[str, lis
         return response
 
     async def serve() -> None:
-        app = web.Application()
-        app.router.add_post("/generate", generate)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        told.put((asyncio.get_running_loop(), site._server.sockets[0].getsockname()[1]))
+        runner, port = await selftest.serve_generate(generate)
+        told.put((asyncio.get_running_loop(), port))
         await stop.wait()
         await runner.cleanup()
 
