@@ -1,9 +1,11 @@
 """What a run was like, from what the client saw: pure functions of ``Answer``s and samples.
 
 *Sustained*: all output tokens over the whole run, every request's prefill and waiting counted. *Decode-only*: what the
-steps of a steady window would give without any prefill between them: for each class, the mean number of requests that
-decode, over the median time between two of their tokens. Classes: a token made by a host row counts as host; so do the
-latencies of a request of which any token does.
+steps of a steady window would give without any prefill between them: the tokens per second of the window, times by how
+much the mean time between two tokens of a request is longer than the median, which has no prefill in it. Both times are
+those of requests on the device, where there are any: a deferred request has a token every so many steps only, and
+hardly ever without a prefill among them. Classes: a token made by a host row counts as host; so do the latencies of a
+request of which any token does.
 """
 
 from __future__ import annotations
@@ -78,9 +80,11 @@ def steady_window(answers: Sequence[Answer]) -> tuple[float, float]:
 
 
 def decode_only(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Tokens per second of a steady window's steps, see above; and the median time between two tokens by class."""
+    """Tokens per second of a steady window's steps, see above; and by class the median time between two tokens and the
+    mean number of requests."""
     begin, end = steady_window(answers)
     gaps: dict[str, list[float]] = {name: [] for name in CLASSES}
+    tokens: dict[str, int] = dict.fromkeys(CLASSES, 0)
     inside: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     for a in answers:
         for i in range(1, len(a.token_times)):
@@ -90,6 +94,7 @@ def decode_only(answers: Sequence[Answer]) -> dict[str, Any]:
                 continue
             kind = "host" if i < len(a.on_host) and a.on_host[i] else "device"
             inside[kind] += overlap
+            tokens[kind] += begin < now <= end
             if before >= begin and now <= end:
                 gaps[kind].append(now - before)
     result: dict[str, Any] = {"window_s": [begin, end], "tokens_per_s": 0.0, "step_s": {}, "requests": {}}
@@ -101,7 +106,10 @@ def decode_only(answers: Sequence[Answer]) -> dict[str, Any]:
         median = statistics.median(steps)
         result["step_s"][kind] = median
         result["requests"][kind] = inside[kind] / (end - begin)
-        result["tokens_per_s"] += result["requests"][kind] / median
+    for kind in result["step_s"]:  # the device first
+        stretched = inside[kind] / max(1, tokens[kind]) / result["step_s"][kind]
+        result["tokens_per_s"] = sum(tokens.values()) / (end - begin) * stretched
+        break
     return result
 
 

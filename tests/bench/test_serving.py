@@ -120,6 +120,21 @@ def test_decode_only_is_requests_over_step_time() -> None:
     assert sustained == pytest.approx(1000 / 15.9)
 
 
+def test_decode_only_of_requests_with_a_token_every_so_many_steps() -> None:
+    """Steps of 0.1 s, every fifth with a prefill of 0.05 s before it; a deferred request has a token every ten: never
+    without a prefill, yet 1 token a second is its part."""
+    ends = [0.1 * i + 0.05 * (i // 5) for i in range(201)]
+    answers = [dataclasses.replace(answer(i, 0.0, 0.0, 0.1, 0), token_times=list(ends)) for i in range(4)]
+    deferred = ends[::10]
+    answers.append(
+        dataclasses.replace(answer(4, 0.0, 0.0, 0.1, 0), token_times=deferred, on_host=[0] + [1] * (len(deferred) - 1))
+    )
+    found = decode_only(answers)
+    assert found["step_s"] == pytest.approx({"device": 0.1, "host": 1.1})
+    assert found["requests"] == pytest.approx({"device": 4, "host": 1})
+    assert found["tokens_per_s"] == pytest.approx(4 / 0.1 + 1, rel=1e-6)
+
+
 def test_classes_are_told_apart() -> None:
     answers = [*(answer(i, 0.0, 1.0, 0.1, 50) for i in range(4)), answer(4, 0.0, 1.0, 0.4, 12, on_host=11)]
     found = measure(answers, 10.0, [])
