@@ -2,9 +2,10 @@
 # The serving bench on one H200 in ten minutes: plain SGLang and ours on the shapes of docs/benchmarking.md.
 #   [BUNDLE=folder] OUT=folder SGLANG_NEO_COMMIT=... bench/h200.sh SHAPE... [-- options of python -m bench.serving]
 # SHAPE: 8b, 8b-capped (26,400 tokens of KV), 70b-20 (20 layers, 13,600 tokens of KV), 70b. Environment: ROUNDS (2),
-# VARIANTS (separated by semicolons; "plain;neo"), BACKEND (triton), ROWS (most running requests: the shape's), BACKLOG
-# (requests of the backlog: ROWS), CONCURRENCY (so many at once: BACKLOG), CUT (seconds after which the backlog ends; none),
-# RATES (the sweep's; "" for none), COUNT (requests of a sweep's rate), SECONDS_PER_SHAPE, NAME (of the files).
+# VARIANTS (separated by semicolons; "plain;neo"), BACKEND (triton), ROWS (most running requests: the shape's), PROMPT and
+# OUTPUT (tokens of each request; 900 and 200), BACKLOG (requests of the backlog: ROWS), CONCURRENCY (so many at once:
+# BACKLOG), CUT (seconds after which the backlog ends; none), RATES (the sweep's; "" for none), COUNT (requests of a
+# sweep's rate), SECONDS_PER_SHAPE, NAME (of the files).
 # Throughput in the fast modes, where host rows are many and prompts should reach host memory soon:
 #   BACKLOG=400 CONCURRENCY=190 RATES= VARIANTS="plain;neo:pipelined=--neo-host-prefill-rate 1000 --max-running-requests 36;neo:deferred=--neo-\
 #   deferred-slots 8 --neo-host-prefill-rate 1000 --max-running-requests 190" bench/h200.sh 70b-20
@@ -35,8 +36,8 @@ for name in "${shapes[@]}"; do
     *) echo "error: no shape $name: there are 8b, 8b-capped, 70b-20, 70b" >&2; exit 2 ;;
   esac
   rows=${ROWS:-$rows} backlog=${BACKLOG:-${ROWS:-$rows}} file=${NAME:-$name}
-  workloads=(--workload "backlog:prompt=900,output=200,count=$backlog,concurrency=${CONCURRENCY:-$backlog}${CUT:+,seconds=$CUT}")
-  [ -z "$rates" ] || workloads+=(--workload "sweep:rates=$rates,prompt=900,output=200,count=${COUNT:-40}")
+  workloads=(--workload "backlog:prompt=${PROMPT:-900},output=${OUTPUT:-200},count=$backlog,concurrency=${CONCURRENCY:-$backlog}${CUT:+,seconds=$CUT}")
+  [ -z "$rates" ] || workloads+=(--workload "sweep:rates=$rates,prompt=${PROMPT:-900},output=${OUTPUT:-200},count=${COUNT:-40}")
   log "$name"
   seconds=${SECONDS_PER_SHAPE:-540}
   # No run begins in the last third; one that still takes too long is stopped, and its servers with it.

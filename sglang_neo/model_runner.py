@@ -334,9 +334,9 @@ class NeoModelRunner(ModelRunner):
                 output = super().forward(whole, *args, **kwargs)
             assert isinstance(layers, DeferredEmission)
             expected = 0 if output.can_run_graph else attention.geometry.layers
-            if not layers.received == layers.swapped == expected:
+            if not layers.received == layers.checked == expected:
                 raise RuntimeError(
-                    f"a deferred step exchanged rows in {layers.received} layers and residuals in {layers.swapped}"
+                    f"a deferred step exchanged rows in {layers.received} layers, residuals in {layers.checked}"
                 )
         output.logits_output = rows_of_output(output.logits_output, rows)
         return output

@@ -326,41 +326,62 @@ def test_steps_that_are_refused(tiny: Tiny, alone: Any, monkeypatch: pytest.Monk
 # -- negative controls: the comparisons above would see these faults --------------------------------------------------
 
 
-def no_residual(emission: DeferredEmission, layer: int, residual: torch.Tensor) -> None:
-    emission.swapped += 1
-
-
 HAND_OVER = TorchParking.hand_over
 
 
-def no_position(parking: Any, q: Any, k: Any, v: Any, out: Any, positions: torch.Tensor, *more: Any) -> None:
-    kept = positions.clone()
-    HAND_OVER(parking, q, k, v, out, positions, *more)
-    positions.copy_(kept)
+def no_residual(parking: Any, q: Any, k: Any, v: Any, out: Any, residual: torch.Tensor, *more: Any) -> None:
+    HAND_OVER(parking, q, k, v, out, residual.clone(), *more)
+
+
+def no_position(parking: Any, q: Any, k: Any, v: Any, out: Any, residual: Any, positions: Any, *more: Any) -> None:
+    HAND_OVER(parking, q, k, v, out, residual, positions.clone(), *more)
 
 
 def no_answer(parking: Any, q: Any, k: Any, v: Any, out: torch.Tensor, *more: Any) -> None:
     HAND_OVER(parking, q, k, v, out.clone(), *more)
 
 
+def nothing(parking: Any, parked: Any) -> None:
+    pass
+
+
+def header_only(parking: Any, parked: Any, control: torch.Tensor) -> None:
+    parked.header[:1] = control[:1]
+
+
 FAULTS = [
-    (DeferredEmission, "swap_residuals", no_residual),
-    (TorchParking, "hand_over", no_position),
-    (TorchParking, "hand_over", no_answer),
+    ("hand_over", no_residual),
+    ("hand_over", no_position),
+    ("hand_over", no_answer),
+    ("fetch", nothing),
+    ("send", header_only),
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "fault"), FAULTS, ids=[fault.__name__ for _, _, fault in FAULTS])
+@pytest.mark.parametrize(("name", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])
 def test_a_broken_exchange_is_seen(
-    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, name: str, fault: Any
 ) -> None:
     requests = random_requests(seed=3)
     with InProcessScheduler("neo", tiny("llama"), neo_deferred_slots=2) as scheduler:
-        monkeypatch.setattr(owner, name, fault)
+        monkeypatch.setattr(TorchParking, name, fault)
         got = tokens(scheduler.run(requests, RandomMoves(1, rate=0.1)))
     differ = sum(first_difference(n, r, got[n]) is not None for n, r in alone("llama", requests).items())
     assert differ >= 4
     with pytest.raises(UsageError, match="LlamaForCausalLM does not come out the same in deferred mode"):
+        InProcessScheduler("neo", tiny("llama"), neo_deferred_slots=2)
+
+
+def test_a_residual_that_is_another_one_behind_attention_is_refused(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = DeferredEmission.residual_begins
+
+    def of_a_copy(emission: DeferredEmission, residual: torch.Tensor) -> None:
+        own(emission, residual.clone())
+
+    monkeypatch.setattr(DeferredEmission, "residual_begins", of_a_copy)
+    with pytest.raises(UsageError, match=r"LlamaForCausalLM lets no rows change places in \d+ layers"):
         InProcessScheduler("neo", tiny("llama"), neo_deferred_slots=2)
 
 
@@ -391,7 +412,7 @@ def parked_in_other_slots(parking: Any, *args: Any) -> None:
 
 
 def positions_kept(parking: Any, *args: Any) -> None:
-    positions, parked = args[4], args[-2]
+    positions, parked = args[5], args[-2]
     before, places = positions.clone(), parked.positions.clone()
     HAND_OVER(parking, *args)
     positions.copy_(before)

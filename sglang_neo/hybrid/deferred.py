@@ -3,11 +3,15 @@
 Bookkeeping of who is where stands in ``sglang_neo.planning.cohorts``. The layers of a deferred step emit, in stream
 order (``DeferredEmission``):
 
-    attention of layer l    wait done = 1; done = 0; inbox -> slot rows, slot rows -> outbox; ready = 1
-    norm after attention    residuals of the slot rows and the parked ones change places
+    ahead of it             of layer after layer: wait done = 1; done = 0; inbox -> incoming
+    attention of layer l    incoming -> slot rows, slot rows -> outgoing; residuals of the slot rows and the parked ones
+                            change places
+    beside what follows     outgoing -> outbox; ready = 1
 
-So the CPU has from one deferred step to the next for a layer's rows. Boxes, flags and parking places are one per layer,
-all flags ``done`` are raised before the first step, and everything a layer names stays where it is.
+So the CPU has from one deferred step to the next for a layer's rows, and between the kernels of a layer stands one that
+touches the device's memory only: a flag or a word of the host's memory stops a stream for microseconds, a stream's end
+in host memory for more. Boxes, flags and parking places are one per layer, all flags ``done`` are raised before the
+first step, and everything a layer names stays where it is.
 
 The residual is reached by hooks on the model's decoder layers, which must be of the shape that ``hook_layers`` expects:
 ``DEFERRABLE`` lists the models whose layers are, and ``sglang_neo.hybrid.parity`` tries at start.
@@ -16,6 +20,7 @@ The residual is reached by hooks on the model's decoder layers, which must be of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +42,9 @@ from sglang_neo.hybrid.host_attention import (
 from sglang_neo.hybrid.parking import RECORDED_STEPS, Parked, parking_for
 from sglang_neo.token_manager import HostRow
 
-#: Models whose decoder layers are ``layer(positions, hidden_states, forward_batch, residual)`` with the attention's
-#: output and the residual going to a module ``post_attention_layernorm`` together.
+#: Models whose decoder layers are ``layer(positions, hidden_states, forward_batch, residual)``, the residual being what
+#: a module ``input_layernorm`` returns beside its output, or at the first layer takes, until it goes to a module
+#: ``post_attention_layernorm`` together with the attention's output.
 DEFERRABLE = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -112,10 +118,11 @@ class DeferredAttention(HostAttention):
         self.control = torch.full((1 + 2 * slots,), NO_ROW, dtype=torch.int32, device=device)
         self.parking = parking_for(device)
         self._tickets = torch.zeros(slots, dtype=torch.int32, device=device)
+        outgoing, incoming = (torch.zeros(box.shape, dtype=dtype, device=device) for box in (self.outbox, self.inbox))
         residuals = torch.zeros((layers, slots, hidden_size), dtype=dtype, device=device)
         positions = torch.zeros((layers, slots), dtype=torch.int64, device=device)
         tickets = torch.zeros((layers, slots), dtype=torch.int32, device=device)
-        self._parked_memory = residuals, positions, tickets
+        self._parked_memory = outgoing, residuals, positions, tickets
         #: int32 [layers, RECORDED_STEPS, 2, slots, 2], see ``Parked.record``.
         self.record = (
             torch.zeros((layers, RECORDED_STEPS, 2, slots, 2), dtype=torch.int32, pin_memory=pin) if record else None
@@ -125,6 +132,8 @@ class DeferredAttention(HostAttention):
                 self.outbox[i],
                 self.inbox[i],
                 self.flags[i, _HEADER],
+                outgoing[i],
+                incoming[i],
                 residuals[i],
                 positions[i],
                 tickets[i],
@@ -282,32 +291,60 @@ class DeferredEmission(Emission):
     def __init__(self, owner: DeferredAttention, flags: bool):
         super().__init__(owner, owner.slots, flags)
         self._attention = owner
-        self.positions: torch.Tensor | None = None
-        self.swapped = 0
+        self._positions: torch.Tensor | None = None
+        self._answers: Sequence[Callable[[], None]] = ()
         self._given: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._residual: torch.Tensor | None = None
+        #: Layers whose residual was exchanged and came to the norm after attention.
+        self.checked = 0
+
+    def begin(self, positions: torch.Tensor) -> None:
+        """Before the first layer. ``positions``: int64 [batch], which the layers read and this changes."""
+        a = self._attention
+        self._positions = positions
+
+        def fetch(layer: int) -> None:
+            if self._flags:
+                a.stream.take_flag(a.flag(layer, _DONE))
+            a.parking.fetch(a.parked[layer])
+
+        self._answers = a.stream.ahead([functools.partial(fetch, layer) for layer in range(a.geometry.layers)])
 
     def send(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         # The outbox is free only when the last step's rows of this layer have been answered: see receive.
-        assert layer == self.sent == self.swapped, f"layer {layer} follows {self.sent} layers"
+        assert layer == self.sent, f"layer {layer} follows {self.sent} layers"
         self._given = q, k, v
         self.sent += 1
 
     def receive(self, layer: int, out: torch.Tensor) -> None:
-        a = self._attention
-        assert self._given is not None and self.positions is not None and layer == self.received
-        if self._flags:
-            a.stream.take_flag(a.flag(layer, _DONE))
-        a.parking.hand_over(*self._given, out, self.positions, a._tickets, a.control, a.parked[layer], layer == 0)
-        if self._flags:
-            a.stream.raise_flag(a.flag(layer, _READY))
+        a, parked = self._attention, self._attention.parked[layer]
+        assert self._given is not None and self._positions is not None and layer == self.received
+        assert self._residual is not None, f"the input norm of layer {layer} has not met a residual"
+        self._answers[layer]()
+        a.parking.hand_over(
+            *self._given, out, self._residual, self._positions, a._tickets, a.control, parked, layer == 0
+        )
+        with a.stream.beside():
+            a.parking.send(parked, a.control)
+            if self._flags:
+                a.stream.raise_flag(a.flag(layer, _READY))
         self._given = None
         self.received += 1
 
-    def swap_residuals(self, layer: int, residual: torch.Tensor) -> None:
-        a = self._attention
-        assert layer == self.swapped == self.received - 1
-        a.parking.swap(residual, a.parked[layer].residuals, a.control)
-        self.swapped += 1
+    def residual_begins(self, residual: torch.Tensor) -> None:
+        """Of the layer whose attention comes next: [batch, hidden size]."""
+        self._residual = residual
+
+    def residual_ends(self, layer: int, residual: torch.Tensor) -> None:
+        """Counts it if it is the one that was exchanged: in all layers, if they are as ``DEFERRABLE`` says."""
+        assert layer == self.received - 1
+        if self._residual is not None and residual.data_ptr() == self._residual.data_ptr():
+            self.checked += 1
+        self._residual = None
+
+    def end(self) -> None:
+        if self._positions is not None:
+            self._attention.stream.join()
 
 
 def hook_layers(model: Any, attention: DeferredAttention) -> None:
@@ -317,13 +354,18 @@ def hook_layers(model: Any, attention: DeferredAttention) -> None:
 
     def begin(module: Any, args: tuple[Any, ...]) -> None:
         if isinstance(attention.current, DeferredEmission):
-            attention.current.positions = args[0]
+            attention.current.begin(args[0])
+
+    def residual_begins(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(attention.current, DeferredEmission):
+            attention.current.residual_begins(output[1] if isinstance(output, tuple) else args[0])
 
     layers[0].register_forward_pre_hook(begin)
     for i, layer in enumerate(layers):
 
-        def swap(module: Any, args: tuple[Any, ...], i: int = i) -> None:
+        def residual_ends(module: Any, args: tuple[Any, ...], i: int = i) -> None:
             if isinstance(attention.current, DeferredEmission):
-                attention.current.swap_residuals(i, args[1])
+                attention.current.residual_ends(i, args[1])
 
-        layer.post_attention_layernorm.register_forward_pre_hook(swap)
+        layer.input_layernorm.register_forward_hook(residual_begins)
+        layer.post_attention_layernorm.register_forward_pre_hook(residual_ends)

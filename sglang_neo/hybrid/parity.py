@@ -143,7 +143,7 @@ def _through_slots(
         with attention.emitting(attention.slots) as layers:
             logits = _logits(runner, whole)
         assert isinstance(layers, DeferredEmission)
-        if not layers.received == layers.swapped == cohorts.layers:
+        if not layers.received == layers.checked == cohorts.layers:
             raise UsageError(f"{type(runner.model).__name__} lets no rows change places in {cohorts.layers} layers")
         for seat in cohorts.seats(cohorts.leaving):
             if seat is not None:

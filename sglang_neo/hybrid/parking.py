@@ -1,8 +1,9 @@
 """What a deferred step does for its slot rows at one layer, on memory that stays where it is: exchange and parking.
 
-At the attention of a layer the row that arrives in a slot hands over q, k, v, and the row that was parked there gets
-the CPU's answer in its place (``hand_over``). Behind it, at the norm after attention, the two change residuals
-(``swap``). Which rows of the batch are slots stands in the *control* tensor, int32 ``[1 + 2 slots]`` on the device: the
+The CPU's answers come to the device ahead of the layer (``fetch``). At its attention the row that arrives in a slot
+leaves q, k, v, and the row that was parked there gets the answer in its place; with it the two change residuals
+(``hand_over``): one short kernel between those of the layer. What was left goes to the CPU beside the layers behind it
+(``send``). Which rows of the batch are slots stands in the *control* tensor, int32 ``[1 + 2 slots]`` on the device: the
 step's number, where in the batch each slot is (``NO_ROW``: nowhere, while a graph is captured), and the ticket
 (``sglang_neo.planning.cohorts``) of the row that enters there, 0 for none. Tickets go the way of the rows, so that
 what really happened can be compared with the plan.
@@ -26,6 +27,8 @@ class Parked:
     outbox: torch.Tensor  # [slots, width of q, k, v], pinned
     inbox: torch.Tensor  # [slots, width of q], pinned
     header: torch.Tensor  # int32 [>= 1], pinned
+    outgoing: torch.Tensor  # as the outbox, on the device
+    incoming: torch.Tensor  # as the inbox, on the device
     residuals: torch.Tensor  # [slots, hidden size]
     positions: torch.Tensor  # int64 [slots]
     tickets: torch.Tensor  # int32 [slots]
@@ -34,33 +37,41 @@ class Parked:
 
 
 class Parking(Protocol):
+    def fetch(self, parked: Parked) -> None:
+        """Copies the inbox to the device."""
+
     def hand_over(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
+        residual: torch.Tensor,
         positions: torch.Tensor,
         tickets: torch.Tensor,
         control: torch.Tensor,
         parked: Parked,
         first: bool,
     ) -> None:
-        """Puts the inbox into the slot rows of ``out``, their ``q, k, v`` into the outbox with the step's number in the
-        header, and lets positions and tickets change places with the parked ones.
+        """Puts what was fetched into the slot rows of ``out`` and their ``q, k, v`` where ``send`` takes them from, and
+        lets residuals, positions and tickets change places with the parked ones.
 
         Args:
             q, k, v, out: ``[batch, ...]``, any head layout.
+            residual: ``[batch, hidden size]``.
             positions: int64 ``[batch]``, read by the layers that follow.
             tickets: int32 ``[slots]``, of the rows in the slots; at the ``first`` layer they are taken from control.
         """
 
-    def swap(self, x: torch.Tensor, parked: torch.Tensor, control: torch.Tensor) -> None:
-        """Lets the slot rows of ``x`` (``[batch, width]``) and ``parked`` (``[slots, width]``) change places."""
+    def send(self, parked: Parked, control: torch.Tensor) -> None:
+        """Copies what rows have left to the outbox, and the step's number to the header."""
 
 
 class TorchParking:
     """Plain torch, for the CPU device."""
+
+    def fetch(self, parked: Parked) -> None:
+        parked.incoming.copy_(parked.inbox)
 
     def hand_over(
         self,
@@ -68,6 +79,7 @@ class TorchParking:
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
+        residual: torch.Tensor,
         positions: torch.Tensor,
         tickets: torch.Tensor,
         control: torch.Tensor,
@@ -78,9 +90,8 @@ class TorchParking:
         rows = control[1 : 1 + slots]
         there = rows >= 0
         at = rows[there].long()
-        parked.header[:1] = control[:1]
-        out.view(out.shape[0], -1).index_copy_(0, at, parked.inbox[there])
-        parked.outbox[there] = torch.cat([x.reshape(x.shape[0], -1).index_select(0, at) for x in (q, k, v)], dim=1)
+        out.view(out.shape[0], -1).index_copy_(0, at, parked.incoming[there])
+        parked.outgoing[there] = torch.cat([x.reshape(x.shape[0], -1).index_select(0, at) for x in (q, k, v)], dim=1)
         if first:
             tickets.copy_(control[1 + slots :])
         arriving = torch.stack([tickets[there], positions[at].int()], dim=1)
@@ -90,14 +101,13 @@ class TorchParking:
         if parked.record is not None:
             record = parked.record[int(control[0]) % RECORDED_STEPS]
             record[0, there], record[1, there] = arriving, resuming
+        arrived = residual.index_select(0, at)
+        residual.index_copy_(0, at, parked.residuals[there])
+        parked.residuals[there] = arrived
 
-    def swap(self, x: torch.Tensor, parked: torch.Tensor, control: torch.Tensor) -> None:
-        rows = control[1 : 1 + len(parked)]
-        there = rows >= 0
-        at = rows[there].long()
-        arriving = x.index_select(0, at)
-        x.index_copy_(0, at, parked[there])
-        parked[there] = arriving
+    def send(self, parked: Parked, control: torch.Tensor) -> None:
+        parked.outbox.copy_(parked.outgoing)
+        parked.header[:1] = control[:1]
 
 
 def parking_for(device: str) -> Parking:

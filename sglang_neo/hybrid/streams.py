@@ -7,8 +7,10 @@ they happen at once. Where CUDA lacks them the host waits for the stream instead
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,8 +38,20 @@ class FlagStream(Protocol):
     def take_flag(self, address: int) -> None:
         """Waits for 1, then writes 0."""
 
+    def ahead(self, works: Sequence[Callable[[], None]]) -> Sequence[Callable[[], None]]:
+        """Lets each of ``works`` enqueue something, in their order, behind what is on the current stream now.
+
+        Returns:
+            For each of them what to call, in this order, before the first use of what it does: later work on the
+            current stream comes behind it, and none before that call. Where there is no stream for it, it is done then.
+        """
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """What is enqueued inside comes behind what is on the current stream, which goes on without it."""
+
     def join(self) -> None:
-        """After the last flag of a step: what comes now on the current stream waits for the flags raised."""
+        """At the end of a step that had flags raised or work beside it: what comes now on the current stream waits for
+        them. (For work ahead of it, every call of what ``ahead`` returned has seen to that.)"""
 
 
 class CpuFlagStream:
@@ -59,6 +73,12 @@ class CpuFlagStream:
         if not answered:
             raise HandoffTimeout(f"the CPU workers have not answered a hand-off within {self._timeout_s:g} s")
         device_write(address, 0)
+
+    def ahead(self, works: Sequence[Callable[[], None]]) -> Sequence[Callable[[], None]]:
+        return works
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def join(self) -> None:
         pass
@@ -91,11 +111,13 @@ class CudaFlagStream:
         except ImportError as error:
             raise RuntimeError(f"the package cuda-bindings is missing ({error})") from None
         self._driver: Any = driver
-        self._beside = torch.cuda.Stream(priority=-1)
+        self._beside, self._ahead = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
         self._try()
 
     def raise_flag(self, address: int) -> None:
-        self._beside.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        if current != self._beside:
+            self._beside.wait_stream(current)
         self._check(self._driver.cuStreamWriteValue32(self._beside.cuda_stream, address, 1, 0))
 
     def take_flag(self, address: int) -> None:
@@ -110,6 +132,22 @@ class CudaFlagStream:
         write.writeValue.value = driver.cuuint32_t(0)
         stream = torch.cuda.current_stream().cuda_stream
         self._check(driver.cuStreamBatchMemOp(stream, 2, [wait, write], 0))
+
+    def ahead(self, works: Sequence[Callable[[], None]]) -> Sequence[Callable[[], None]]:
+        self._ahead.wait_stream(torch.cuda.current_stream())
+        done = []
+        with torch.cuda.stream(self._ahead):
+            for work in works:
+                work()
+                done.append(torch.cuda.Event())
+                done[-1].record()
+        return [lambda event=event: torch.cuda.current_stream().wait_event(event) for event in done]  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            yield
 
     def join(self) -> None:
         torch.cuda.current_stream().wait_stream(self._beside)

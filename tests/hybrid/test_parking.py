@@ -34,6 +34,8 @@ def check_parking(parking: Parking, batch: int, slots: int, q_heads: int, kv_hea
             outbox=numbers(slots, packed.shape[1]),
             inbox=numbers(slots, q_heads * dim),
             header=torch.zeros(16, dtype=torch.int32),
+            outgoing=numbers(slots, packed.shape[1]),
+            incoming=numbers(slots, q_heads * dim),
             residuals=numbers(slots, hidden),
             positions=torch.arange(50, 50 + slots),
             tickets=torch.arange(7, 7 + slots, dtype=torch.int32),
@@ -43,8 +45,17 @@ def check_parking(parking: Parking, batch: int, slots: int, q_heads: int, kv_hea
         out, positions = numbers(batch, q_heads, dim), torch.arange(batch)
         expected = out.clone()
         expected[rows] = parked.inbox.view(slots, q_heads, dim)
-        parking.hand_over(q, k, v, out, positions, tickets, control, parked, first)
-        assert torch.equal(out, expected) and torch.equal(parked.outbox, packed[rows])
+        residual, parked_before = numbers(batch, hidden), parked.residuals.clone()
+        swapped = residual.clone()
+        swapped[rows] = parked_before
+        arrived, outbox_before = residual[rows], parked.outbox.clone()
+        parking.fetch(parked)
+        parking.hand_over(q, k, v, out, residual, positions, tickets, control, parked, first)
+        assert torch.equal(out, expected) and torch.equal(residual, swapped)
+        assert torch.equal(parked.residuals, arrived)
+        assert torch.equal(parked.outbox, outbox_before) and not parked.header.any(), "the CPU may still read it"
+        parking.send(parked, control)
+        assert torch.equal(parked.outbox, packed[rows])
         assert parked.header.tolist() == [number] + [0] * 15
         arriving = entering if first else list(range(30, 30 + slots))
         assert parked.tickets.tolist() == arriving and tickets.tolist() == list(range(7, 7 + slots))
@@ -57,15 +68,11 @@ def check_parking(parking: Parking, batch: int, slots: int, q_heads: int, kv_hea
             assert record[1] == [[7 + i, 50 + i] for i in range(slots)]
             assert int(parked.record.count_nonzero()) == 4 * slots
 
-    x, residuals = numbers(batch, hidden), numbers(slots, hidden)
-    swapped, before = x.clone(), residuals.clone()
-    swapped[rows] = residuals
-    parking.swap(x, residuals, control)
-    assert torch.equal(x[rows], before) and torch.equal(x, swapped)
-    nowhere = torch.full_like(control, NO_ROW)
-    kept, still = residuals.clone(), x.clone()
-    parking.swap(x, residuals, nowhere)
-    assert torch.equal(x, still) and torch.equal(residuals, kept), "while a graph is captured"
+        nowhere = torch.full_like(control, NO_ROW)
+        changed = (out, residual, positions, tickets, parked.outgoing, parked.residuals, parked.positions)
+        kept = [x.clone() for x in changed]
+        parking.hand_over(q, k, v, out, residual, positions, tickets, nowhere, parked, False)
+        assert all(map(torch.equal, changed, kept)), "while a graph is captured"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
