@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +398,66 @@ def test_models_that_are_not_known_run_in_mode_sync(
     [line] = [record.message for record in caplog.records if "deferred" in record.message]
     assert "the layers of LlamaForCausalLM are not known" in line
     assert_exact(alone("llama", requests), tokens(got))
+
+
+# -- work ahead of the layers and beside them -------------------------------------------------------------------------
+
+
+class ThreadedFlagStream(CpuFlagStream):
+    """What goes ahead of the layers and beside them runs in threads, a while late: as on a GPU, only the calls that the
+    protocol has make anything wait for it."""
+
+    def __init__(self, timeout_s: float, joins: bool = True):
+        super().__init__(timeout_s)
+        self._joins = joins
+        self._ahead, self._beside = (concurrent.futures.ThreadPoolExecutor(1) for _ in range(2))
+        self._last: concurrent.futures.Future[None] | None = None
+        self._random = random.Random(5)
+        self.late = 0
+
+    def _later(self, work: Callable[[], None]) -> Callable[[], None]:
+        delay = self._random.choice((0.0, 0.0, 0.001, 0.004))
+
+        def run() -> None:
+            time.sleep(delay)
+            work()
+
+        return run
+
+    def ahead(self, works: Sequence[Callable[[], None]]) -> Sequence[Callable[[], None]]:
+        futures = [self._ahead.submit(self._later(work)) for work in works]
+        return [lambda future=future: self._wait(future) for future in futures]  # type: ignore[misc]
+
+    def beside(self, work: Callable[[], None]) -> None:
+        self._last = self._beside.submit(self._later(work))
+
+    def join(self) -> None:
+        if self._last is not None and self._joins:
+            self._wait(self._last)
+
+    def _wait(self, future: concurrent.futures.Future[None]) -> None:
+        self.late += not future.done()
+        future.result(60)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_work_ahead_of_the_layers_and_beside_them(
+    tiny: Tiny, alone: Any, monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    """Exact, whatever takes its time; unless a step does not wait for the last one's, the negative control."""
+    requests = random_requests(seed=3)
+    with InProcessScheduler("neo", tiny("llama"), neo_deferred_slots=2) as scheduler:
+        attention = scheduler.scheduler.placement.attention
+        stream = ThreadedFlagStream(30.0, joins)
+        monkeypatch.setattr(attention, "stream", stream)
+        got = tokens(scheduler.run(requests, RandomMoves(1, rate=0.1)))
+        steps, failed = scheduler.scheduler.neo_metrics.counters.steps, scheduler.scheduler.recovery.failed_steps
+    if joins:
+        assert steps["deferred"] > 20 and stream.late > 20 and failed == 0
+        assert_exact(alone("llama", requests), got)
+    else:
+        differ = sum(first_difference(n, r, got[n]) is not None for n, r in alone("llama", requests).items())
+        assert differ or failed
 
 
 # -- the audit --------------------------------------------------------------------------------------------------------

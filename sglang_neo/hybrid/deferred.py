@@ -324,10 +324,13 @@ class DeferredEmission(Emission):
         a.parking.hand_over(
             *self._given, out, self._residual, self._positions, a._tickets, a.control, parked, layer == 0
         )
-        with a.stream.beside():
+
+        def send() -> None:
             a.parking.send(parked, a.control)
             if self._flags:
                 a.stream.raise_flag(a.flag(layer, _READY))
+
+        a.stream.beside(send)
         self._given = None
         self.received += 1
 

@@ -7,10 +7,9 @@ they happen at once. Where CUDA lacks them the host waits for the stream instead
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,8 +45,8 @@ class FlagStream(Protocol):
             current stream comes behind it, and none before that call. Where there is no stream for it, it is done then.
         """
 
-    def beside(self) -> contextlib.AbstractContextManager[None]:
-        """What is enqueued inside comes behind what is on the current stream, which goes on without it."""
+    def beside(self, work: Callable[[], None]) -> None:
+        """Lets ``work`` enqueue something behind what is on the current stream now, which goes on without it."""
 
     def join(self) -> None:
         """At the end of a step that had flags raised or work beside it: what comes now on the current stream waits for
@@ -77,8 +76,8 @@ class CpuFlagStream:
     def ahead(self, works: Sequence[Callable[[], None]]) -> Sequence[Callable[[], None]]:
         return works
 
-    def beside(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def beside(self, work: Callable[[], None]) -> None:
+        work()
 
     def join(self) -> None:
         pass
@@ -143,11 +142,10 @@ class CudaFlagStream:
                 done[-1].record()
         return [lambda event=event: torch.cuda.current_stream().wait_event(event) for event in done]  # type: ignore[misc]
 
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, work: Callable[[], None]) -> None:
         self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside):
-            yield
+            work()
 
     def join(self) -> None:
         torch.cuda.current_stream().wait_stream(self._beside)
