@@ -252,6 +252,7 @@ def serve(args: argparse.Namespace, flags: Sequence[str]) -> int:
     order = [one.name for one in variants]
     result["runs"].sort(key=lambda run: (run["round"], order.index(run["variant"])))
     result["summary"] = report.summary(result["runs"])
+    result["at_equal_latency"] = report.at_equal_latency(result["runs"])
     save(result, args.out)
     if len(result["runs"]) < total:
         print(f"--time-limit: {len(result['runs'])} of {total} runs were made")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from bench.serving.measures import CLASSES
 
 #: What is compared between variants and between results: name in a table, path in a run's measures, bigger is better.
 FIGURES = (
@@ -92,7 +95,77 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
             host = last["host_output_tokens"] / max(1, last["output_tokens"])
             parts.append(f"retracted {last['retractions']}, host tokens {host:.0%}, failed {failed}")
             lines.append(f"  {variant:14} {'; '.join(parts)}")
+            if host:
+                lines += [f"    {kind}: {_latencies(rounds, kind)}" for kind in CLASSES if last[kind]["requests"]]
+    equal = at_equal_latency(runs)
+    if equal:
+        lines.append("sustained tok/s where the first variant's E2E p99 may be as long")
+    for point in equal:
+        first = point["first_tokens_per_s"]
+        least = f"; the first variant has at least {point['first_least_s']:.3g} s"
+        beside = f" against {first:.1f}, x{point['tokens_per_s'] / first:.3f}" if first else least
+        lines.append(
+            f"  {point['variant']:14} {point['workload']}: {point['e2e_p99_s']:.3g} s, {point['tokens_per_s']:.1f}{beside}"
+        )
     return "\n".join(lines)
+
+
+def _latencies(rounds: dict[int, dict[str, Any]], kind: str) -> str:
+    """Of one class of requests: p50 and p99, medians of the rounds, seconds."""
+    parts = [f"{rounds[max(rounds)][kind]['requests']} requests"]
+    for title, name in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "end_to_end_s")):
+        values = [[v for m in rounds.values() if (v := figure(m, (kind, name, p))) is not None] for p in ("p50", "p99")]
+        if all(values):
+            parts.append(f"{title} p50 {statistics.median(values[0]):.3g} p99 {statistics.median(values[1]):.3g}")
+    return ", ".join(parts)
+
+
+def at_equal_latency(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each other variant and each rate of arrivals: its throughput, and the first variant's where the 99th
+    percentile of its end-to-end time is the same.
+
+    The first variant's throughput at a latency is the most that it has at that or a lower one, between two of its
+    points by linear interpolation; None below its lowest. ``first_least_s`` is that lowest.
+    """
+    points: dict[str, list[tuple[float, float, str]]] = {}
+    for workload, variants in by_workload(runs).items():
+        for variant, rounds in variants.items():
+            pairs = [
+                (late, rate)
+                for m in rounds.values()
+                if (late := figure(m, ("all", "end_to_end_s", "p99"))) and (rate := figure(m, FIGURES[0][1]))
+            ]
+            if workload.startswith("poisson:") and pairs:
+                lates, rates = zip(*pairs, strict=True)
+                points.setdefault(variant, []).append((statistics.median(lates), statistics.median(rates), workload))
+    if len(points) < 2:
+        return []
+    first, *others = points
+    curve = sorted((late, rate) for late, rate, _ in points[first])
+    return [
+        {
+            "variant": variant,
+            "workload": workload,
+            "e2e_p99_s": late,
+            "tokens_per_s": rate,
+            "first_tokens_per_s": _most_within(curve, late),
+            "first_least_s": curve[0][0],
+        }
+        for variant in others
+        for late, rate, workload in points[variant]
+    ]
+
+
+def _most_within(curve: Sequence[tuple[float, float]], late: float) -> float | None:
+    """The highest rate of (latency, rate) points, in the order of latency, and of the lines between them, up to
+    ``late``."""
+    if late < curve[0][0]:
+        return None
+    most = max(rate for at, rate in curve if at <= late)
+    for (a, low), (b, high) in itertools.pairwise(curve):
+        if a <= late < b:
+            most = max(most, low + (high - low) * (late - a) / (b - a))
+    return most
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], spread: float | None = None) -> list[str]:

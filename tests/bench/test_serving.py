@@ -215,6 +215,48 @@ def test_the_summary_has_ratios_to_the_first_variant() -> None:
     assert "poisson:rate=1" in text and "x1.200" in text
 
 
+def sweep(points: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
+    """Runs at rates 1, 2, ... of variants with these (E2E p99, tokens per second)."""
+    base = measure([answer(0, 0.0, 1.0, 0.1, 5)], 10.0, [])
+    return [
+        {
+            "workload": f"poisson:rate={i}",
+            "variant": variant,
+            "round": 0,
+            "measures": {
+                **base,
+                "sustained_tokens_per_s": rate,
+                "all": {**base["all"], "end_to_end_s": {"p50": 0.1, "p99": late, "mean": 0.1}},
+            },
+        }
+        for variant, own in points.items()
+        for i, (late, rate) in enumerate(own)
+    ]
+
+
+def test_throughput_at_equal_latency() -> None:
+    runs = sweep(
+        {
+            "plain": [(2.0, 100.0), (4.0, 200.0), (9.0, 190.0)],
+            "neo": [(1.0, 90.0), (3.0, 180.0), (5.0, 240.0), (20.0, 300.0)],
+        }
+    )
+    found = [(p["e2e_p99_s"], p["first_tokens_per_s"]) for p in report.at_equal_latency(runs)]
+    assert found == [(1.0, None), (3.0, 150.0), (5.0, 200.0), (20.0, 200.0)]
+    text = report.table(runs)
+    assert "3 s, 180.0 against 150.0, x1.200" in text and "the first variant has at least 2 s" in text
+    assert report.at_equal_latency(sweep({"plain": [(2.0, 100.0)]})) == []
+    assert report.at_equal_latency([run | {"workload": "backlog"} for run in runs]) == []
+
+
+def test_the_table_has_latencies_by_class() -> None:
+    answers = [*(answer(i, 0.0, 1.0, 0.1, 50) for i in range(4)), answer(4, 0.0, 2.0, 0.4, 12, on_host=11)]
+    runs = [{"workload": "backlog", "variant": "neo", "round": 0, "measures": measure(answers, 10.0, [])}]
+    lines = report.table(runs).splitlines()
+    assert "    device: 4 requests, TTFT p50 1 p99 1, TPOT p50 0.1 p99 0.1, E2E p50 5.9 p99 5.9" in lines
+    assert "    host: 1 requests, TTFT p50 2 p99 2, TPOT p50 0.4 p99 0.4, E2E p50 6.4 p99 6.4" in lines
+
+
 def test_a_change_beyond_the_spread_is_found() -> None:
     assert report.compare(result(), result(1.01)) == []
     found = report.compare(result(), result(0.9))
