@@ -1,5 +1,8 @@
 """Other processes take the CPU workers' cores in mid-run: ``python -m bench.burned_cores MODEL --out FILE``.
 
+On a GPU, with 20 layers of the 70B shape: ``--device cuda --dtype bfloat16 --load-format dummy --pool 13600 --rows 150
+--tokens 900 --host-gb 20 --phase 12 --per-core 1 --vocabulary 128000``.
+
 One of our schedulers in this process, in mode auto and without sockets, serves a backlog that its device pool is too
 small for. In the second of three phases, processes that do nothing but run are pinned to the workers' cores. Told are,
 for each phase, decode steps, those with the CPU among them, and output tokens per second; after how many steps with the
@@ -12,6 +15,7 @@ third; 2: bad input.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -20,9 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.hybrid_step import requests
+from bench.hybrid_step import add_scheduler_arguments, requests, scheduler_options
 from bench.record import provenance
-from tests.harness.inprocess import InProcessScheduler
+from tests.harness.inprocess import InProcessScheduler, abort_all
 
 
 def _burn(core: int) -> None:
@@ -50,7 +54,10 @@ class Phases:
     def __call__(self, scheduler: Any, step: int) -> None:
         now = time.perf_counter()
         self._begin = self._begin or now
-        phase = min(int((now - self._begin) / self._seconds), 2)
+        phase = int((now - self._begin) / self._seconds)
+        if phase > 2:
+            abort_all(scheduler)
+            return
         steps, planner = scheduler.neo_metrics.counters.steps, scheduler.planner
         with_cpu = sum(steps.values()) - steps["gpu_only"]
         self._reqs.update(dict.fromkeys(scheduler.running_batch.reqs))
@@ -99,11 +106,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    add_scheduler_arguments(parser, device="cpu", dtype="float32")
+    parser.set_defaults(pool=1000)
     parser.add_argument("--rows", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=60, help="of each prompt")
-    parser.add_argument("--pool", type=int, default=1000, help="tokens of the device pool")
     parser.add_argument("--phase", type=float, default=20.0, metavar="SECONDS")
     parser.add_argument("--per-core", type=int, default=4, help="processes on each of the workers' cores")
     parser.add_argument("--answer", type=int, default=2000, help="tokens of each, at most")
@@ -113,13 +119,11 @@ def main() -> int:
     if not (args.model / "config.json").is_file():
         print(f"error: {args.model} is no model", file=sys.stderr)
         return 2
-    options: dict[str, Any] = {
-        "device": args.device,
-        "dtype": args.dtype,
-        "max_total_tokens": args.pool,
-        "max_running_requests": args.rows + 4,
-        "log_level": "info",
-    }
+    options = scheduler_options(args, args.rows + 4)
+    asked = [
+        dataclasses.replace(request, vanishes=True)
+        for request in requests(args.rows, args.tokens, args.answer, args.vocabulary, 1)
+    ]
 
     def run(**more: Any) -> tuple[Phases, Any]:
         """Phases of one scheduler, and what its planner says at the end. The cores are those of the first one's
@@ -130,7 +134,7 @@ def main() -> int:
                 cores[:] = (list(workers.cores) or [-1] * workers.threads) * args.per_core
             phases = Phases(args.phase, cores)
             try:
-                scheduler.run(requests(args.rows, args.tokens, args.answer, args.vocabulary, 1), phases)
+                scheduler.run(asked, phases, most_steps=1 << 40)
             finally:
                 phases.stop()
             planner = scheduler.scheduler.planner

@@ -301,6 +301,38 @@ def requests(count: int, tokens: int, answer: int, vocabulary: int, seed: int) -
     ]
 
 
+def add_scheduler_arguments(parser: argparse.ArgumentParser, device: str, dtype: str) -> None:
+    """Those that ``scheduler_options`` reads. ``device``, ``dtype``: the defaults."""
+    parser.add_argument("--backend", default="triton", help="attention on a GPU")
+    parser.add_argument("--device", default=device)
+    parser.add_argument("--dtype", default=dtype)
+    parser.add_argument("--load-format", default="auto", help="dummy: MODEL needs nothing but a config.json")
+    parser.add_argument("--pool", type=int, default=100000, help="tokens of the device pool")
+
+
+def scheduler_options(args: argparse.Namespace, rows: int) -> dict[str, Any]:
+    """Of a scheduler in this process with at most ``rows`` requests under way: what plain and ours have in common."""
+    options: dict[str, Any] = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "max_total_tokens": args.pool,
+        "max_running_requests": rows,
+        "disable_radix_cache": True,
+        "load_format": args.load_format,
+        "log_level": "info",
+    }
+    if args.device == "cuda":
+        options |= {
+            "attention_backend": args.backend,
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "disable_prefill_cuda_graph": True,
+            "cuda_graph_max_bs_decode": rows,
+            "mem_fraction_static": 0.7,
+        }
+    return options
+
+
 def step_parts(scheduler: InProcessScheduler, args: argparse.Namespace) -> dict[str, Any]:
     rows, rounds, kinds = args.device_rows + args.host_rows, args.rounds, KINDS[args.mode]
     # Forwards and backwards in turn, because rows grow longer all the time.
@@ -362,12 +394,8 @@ def main() -> int:
     parser.add_argument("--stall", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--profile", type=Path, metavar="FOLDER")
     parser.add_argument("--watchdog", type=float, default=5.0, metavar="SECONDS")
-    parser.add_argument("--backend", default="triton")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--load-format", default="auto", help="dummy: MODEL needs nothing but a config.json")
     parser.add_argument("--host-kv-dtype", default="auto")
-    parser.add_argument("--pool", type=int, default=100000, help="tokens of the device pool")
+    add_scheduler_arguments(parser, device="cuda", dtype="bfloat16")
     parser.add_argument("--host-gb", type=float, default=20.0)
     parser.add_argument("--vocabulary", type=int, default=128000)
     args = parser.parse_args()
@@ -376,27 +404,12 @@ def main() -> int:
         return 2
     rows = args.device_rows + args.host_rows
     options: dict[str, Any] = {
-        "device": args.device,
-        "dtype": args.dtype,
-        "attention_backend": args.backend,
-        "max_total_tokens": args.pool,
-        "max_running_requests": rows + 4,
-        "disable_radix_cache": True,
-        "load_format": args.load_format,
+        **scheduler_options(args, rows + 4),
         "neo_mode": args.mode,
         "neo_host_kv_dtype": args.host_kv_dtype,
         "neo_host_kv_size": args.host_gb,
         "neo_watchdog_timeout": args.watchdog,
-        "log_level": "info",
     }
-    if args.device == "cuda":
-        options |= {
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "disable_prefill_cuda_graph": True,
-            "cuda_graph_max_bs_decode": rows + 4,
-            "mem_fraction_static": 0.7,
-        }
     record: dict[str, Any] = {**provenance(), "arguments": {k: str(v) for k, v in vars(args).items()}}
     bad: list[str] = []
 

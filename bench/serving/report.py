@@ -104,9 +104,8 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
         first = point["first_tokens_per_s"]
         least = f"; the first variant has at least {point['first_least_s']:.3g} s"
         beside = f" against {first:.1f}, x{point['tokens_per_s'] / first:.3f}" if first else least
-        lines.append(
-            f"  {point['variant']:14} {point['workload']}: {point['e2e_p99_s']:.3g} s, {point['tokens_per_s']:.1f}{beside}"
-        )
+        name = f"{point['variant']:14} {point['workload']}"
+        lines.append(f"  {name}: {point['e2e_p99_s']:.3g} s, {point['tokens_per_s']:.1f}{beside}")
     return "\n".join(lines)
 
 

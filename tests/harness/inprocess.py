@@ -218,7 +218,11 @@ class InProcessScheduler:
     # -- running requests -------------------------------------------------------------------------------------
 
     def run(
-        self, requests: Sequence[Request], on_step: Callable[[Any, int], None] | None = None, check: bool = True
+        self,
+        requests: Sequence[Request],
+        on_step: Callable[[Any, int], None] | None = None,
+        check: bool = True,
+        most_steps: int = MAX_STEPS,
     ) -> dict[str, Result]:
         """Serve ``requests`` to their end; returns results by name. The radix cache lives on between runs.
 
@@ -227,6 +231,7 @@ class InProcessScheduler:
         Args:
             on_step: called with the scheduler and the step before each turn of the event loop.
             check: run ``check_idle`` at the end.
+            most_steps: turns of the event loop after which AssertionError is raised.
         """
         from sglang.srt.environ import envs
 
@@ -243,9 +248,9 @@ class InProcessScheduler:
 
         def receive() -> list[Any]:
             step, self.steps = self.steps, self.steps + 1
-            if step > MAX_STEPS:
+            if step > most_steps:
                 unfinished = [name for name, req in seen.items() if not req.finished()]
-                raise AssertionError(f"still running after {MAX_STEPS} steps: {unfinished}")
+                raise AssertionError(f"still running after {most_steps} steps: {unfinished}")
             if on_step is not None:
                 on_step(scheduler, step)
             received: list[Any] = []
@@ -324,6 +329,13 @@ def tokenized(request: Request) -> Any:
         stream=False,
         priority=request.priority,
     )
+
+
+def abort_all(scheduler: Any) -> None:
+    """For ``on_step``: ends all requests of a run, which must say that they may vanish."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    scheduler.abort_request(AbortReq(abort_all=True))
 
 
 def _abort(name: str) -> Any:
