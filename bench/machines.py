@@ -181,13 +181,15 @@ def tables(machine: Machine, model: Model, fit: Fit = FIT, token_bytes: float | 
     threads = machine.threads
     cpu = CpuAttention((threads,), (_surface(ROWS, KV, private),), (_surface(ROWS, KV, shared),))
     to_host = Curve((0.0, 1e6), (0.0, 1e6 * host_token / machine.bus))
+    handoff = Curve((0.0, 256.0), (fit.handoff, fit.handoff + 256 * row_bytes / machine.bus))
     return Tables(
         layers=layers,
         linear=Curve.fit({tokens: linear(tokens) for tokens in TOKENS}),
         prefill_attention=_surface(TOKENS, (0, 512, 2048, 8192, 32768), prefill_attention),
         device_attention=_surface(ROWS, KV, device_attention),
         cpu_attention=cpu,
-        handoff=Curve((0.0, 256.0), (fit.handoff, fit.handoff + 256 * row_bytes / machine.bus)),
+        handoff=handoff,
+        slot_handoff=handoff,  # what the fit was made with
         to_host=to_host,
         to_device=to_host,
         step_overhead=fit.step,

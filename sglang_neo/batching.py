@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_neo.recovery import times_raised
+from sglang_neo.tensors import pinned
 from sglang_neo.token_manager import NeoTokenManager, host_row, keeps_device_kv
 
 #: What SGLang's penalizers (sampling/penaltylib) change with every token, ``[rows, ...]``.
@@ -60,7 +61,7 @@ def alloc_for_hybrid_decode(batch: ScheduleBatch, token_per_req: int) -> torch.T
         return alloc_for_decode(batch, token_per_req)
     slots = torch.zeros(len(batch.reqs), dtype=torch.int64, device=batch.device)
     if device:
-        index_cpu = torch.tensor(device, dtype=torch.int64)
+        index_cpu = pinned(device, batch.device)
         index = index_cpu.to(batch.device, non_blocking=True)
         part = copy.copy(batch)  # a batch of the device rows, for as long as this call
         part.reqs = [batch.reqs[i] for i in device]
@@ -83,7 +84,7 @@ def alloc_for_host_extend(batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Ten
         return alloc_for_extend(batch)
     for req in batch.reqs:
         req.kv_committed_len = len(req.prefix_indices)  # by which SGLang knows who goes on with its request slot
-    lines_cpu = torch.tensor(alloc_req_slots(batch.req_to_token_pool, batch.reqs, batch.tree_cache), dtype=torch.int64)
+    lines_cpu = pinned(alloc_req_slots(batch.req_to_token_pool, batch.reqs, batch.tree_cache), batch.device)
     page = manager.device_page_tokens
     first, slots = page, []
     for req in batch.reqs:
@@ -95,7 +96,7 @@ def alloc_for_host_extend(batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Ten
             req.kv = ReqKvInfo(kv_allocated_len=end, swa_evicted_seqlen=0)
     assert first - page <= manager.staging_tokens, "admission gave more prompts than the staging region holds"
     return (
-        torch.cat(slots).to(batch.device, non_blocking=True),
+        torch.cat(slots).to(batch.device, non_blocking=True),  # a prefill is longer than what this may wait for
         lines_cpu.to(batch.device, non_blocking=True),
         lines_cpu,
     )
@@ -187,7 +188,7 @@ class NeoScheduleBatch(ScheduleBatch):
         for req in part.reqs:
             if host_row(req) is not None:
                 req.kv_committed_len = req.kv.kv_allocated_len = 0  # SGLang counts a decoded token as device KV
-        at_cpu = torch.tensor(index, dtype=torch.int64)
+        at_cpu = pinned(index, self.device)
         at = at_cpu.to(self.device, non_blocking=True)
         # New tensors, as in SGLang: a forward in flight may be reading the old ones.
         self.seq_lens = self.seq_lens.index_copy(0, at, part.seq_lens)

@@ -70,7 +70,7 @@ def explain(tables: Tables, limits: Limits, state: State, corrections: Correctio
     lanes = costs.lanes(device, mean, limits.max_lane_rows)
     rows = q.pipelined_rows(t, resident, resident + state.host_free // max(mean, 1))
     slots = q.deferred_slots(t, resident, resident + state.host_free // max(mean, 1), limits.max_slots)
-    handoff = costs.handoffs(Rows(1, mean))
+    handoff = costs.slot_handoffs(limits.max_slots)
     lines += [
         str(q.pipelined_beats_gpu_only(t)) + " (CPU busy all the time)",
         str(q.pipelined_beats_gpu_only_with(t, min(resident, sum(lanes)))) + " (with the rows there are)",

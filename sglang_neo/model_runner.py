@@ -33,6 +33,7 @@ from sglang_neo.planning.correction import Measured
 from sglang_neo.planning.lanes import lane_a
 from sglang_neo.recovery import LaunchedHostRows
 from sglang_neo.refusals import gpu_only_reasons
+from sglang_neo.tensors import pinned
 from sglang_neo.token_manager import NeoReqToTokenPool, host_row
 
 logger = logging.getLogger(__name__)
@@ -281,7 +282,7 @@ class NeoModelRunner(ModelRunner):
             refused = str(reason)
         epoch, tokens = attention.launched_epoch, sum(row.tokens for row in of_req.values())
         self.neo_launched = LaunchedHostRows(rows.reqs, epoch, refused, mode="pipelined", tokens=tokens)
-        at_cpu = torch.tensor(rows.index)
+        at_cpu = pinned(rows.index, forward_batch.input_ids.device)
         hide_host_rows(forward_batch, at_cpu.to(forward_batch.input_ids.device, non_blocking=True), at_cpu)
         whole, places = lay_out(forward_batch, lanes, sizes)
         # Nobody answers the flags of a graph in a step that was refused. It runs in lanes of the same sizes even so:

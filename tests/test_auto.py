@@ -55,6 +55,7 @@ def profile(linear: float, device_row: float, cpu_row: float) -> Tables:
         device_attention=rows(device_row),
         cpu_attention=CpuAttention((1,), (rows(cpu_row / LAYERS),), (flat,)),
         handoff=Curve((1,), (1e-9,)),
+        slot_handoff=Curve((1,), (1e-9,)),
         to_host=Curve((1,), (1e-6,)),
         to_device=Curve((1,), (1e-6,)),
         step_overhead=0.0,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglang_neo.planning.costs import Costs, Rows
-from sglang_neo.planning.tables import read
+from sglang_neo.planning.tables import Curve, read
 from sglang_neo.profiling import measure, store
 from sglang_neo.profiling.measure import along, sizes_up_to
 from sglang_neo.profiling.trial import TrialError, Trials
@@ -31,7 +31,8 @@ if torch.cuda.is_available():
 def runner(model_directory: Path) -> Iterator[Any]:
     from tests.harness.models import tiny_model
 
-    with InProcessRunner("neo", tiny_model("llama", model_directory), neo_mode="auto", page_size=16) as made:
+    options: dict[str, Any] = {"neo_mode": "auto", "neo_deferred_slots": 2, "page_size": 16}
+    with InProcessRunner("neo", tiny_model("llama", model_directory), **options) as made:
         yield made.model_runner
         made.model_runner.neo_close()
 
@@ -60,7 +61,7 @@ class Machine:
     def __init__(self, slowness: float):
         self._slow, self.last, self.spent, self.runs = slowness, 0.0, 0.0, 0
         self.page, self.host_page, self.host_pages = 1, 64, 100_000
-        self.device_tokens, self.most_rows, self.context = 100_000, 256, 131_072
+        self.device_tokens, self.most_rows, self.context, self.slots = 100_000, 256, 131_072, 8
         args = SimpleNamespace(chunked_prefill_size=8192, max_prefill_tokens=8192)
         self.runner = SimpleNamespace(server_args=args, decode_cuda_graph_runner=None)
         geometry = SimpleNamespace(layers=32, bytes_per_page=64 * 131072)
@@ -90,6 +91,9 @@ class Machine:
 
     def hybrid(self, device: int, rows: list[Any], in_lanes: bool) -> float:
         return self._took(6e-3 * (1 + in_lanes) + 4e-5 * len(rows))
+
+    def deferred(self, device: int) -> float:
+        return self._took(5e-3 + 4e-5 * (device + self.slots) + 32 * 2e-5)
 
     def to_host(self, tokens: int) -> float:
         return self._took(1e-4 + 3e-6 * tokens)
@@ -132,6 +136,7 @@ def test_a_slow_machine_is_measured_at_fewer_sizes(slowness: float, monkeypatch:
         assert costs.gpu_only(Rows(rows, rows * each)).seconds == pytest.approx(truth.decode(rows, each), rel=0.35)
         cpu = truth.handoffs(truth.host_rows(rows, rows * each))
         assert costs.cpu_layer(Rows(rows, rows * each)) == pytest.approx(cpu, rel=0.35)
+    assert costs.slot_handoffs(8) == pytest.approx(slowness * 32 * 2e-5, rel=0.35)
     for new, past in ((200, 0), (1000, 0), (4000, 500)):
         assert costs.prefill(new, past).seconds == pytest.approx(truth.extend([new], past), rel=0.35)
 
@@ -235,6 +240,32 @@ def test_what_launching_takes_is_hidden_where_steps_are_launched_ahead(
         free[0] = max(free[0], now[0]) + 0.020
 
     assert trials.interval(launch) == pytest.approx(0.020 if ahead else 0.025)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_deferred_step_is_timed_with_nobody_in_its_slots(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    trials, attention = Trials(runner), runner.neo_host.deferred
+    trials._launches_ahead = ahead
+    monkeypatch.setattr(torch.cuda, "Event", StreamEvent)
+    assert trials.slots == attention.slots > 0
+    sizes: list[int] = []
+    forward = runner.model.forward
+    monkeypatch.setattr(
+        runner.model, "forward", lambda ids, *args, **kwargs: (sizes.append(len(ids)), forward(ids, *args, **kwargs))[1]
+    )
+    before = attention.launched_epoch
+    with torch.inference_mode():
+        assert trials.deferred(2) > 0
+    assert len(sizes) >= 2 and set(sizes) == {2 + attention.slots}
+    assert attention.last_step == before + len(sizes) and attention.failure(attention.last_step) is None
+    assert not any(memory.any() for memory in attention._parked_memory) and runner.neo_step is None
+    assert runner.neo_launched is None and not runner.req_to_token_pool.req_to_token.any()
+    # Where there are no deferred steps, nothing is asked of them.
+    profile = measure.Profile(trials)
+    trials.slots = 0
+    assert profile._slot_handoff(Curve((1.0,), (1e-3,)), 3) is None
 
 
 def test_steps_are_timed_as_they_will_run(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from sglang_neo.hybrid.host_attention import (
     await_arrivals,
 )
 from sglang_neo.hybrid.parking import RECORDED_STEPS, Parked, parking_for
+from sglang_neo.tensors import pinned, to_device
 from sglang_neo.token_manager import HostRow
 
 #: Models whose decoder layers are ``layer(positions, hidden_states, forward_batch, residual)``, the residual being what
@@ -188,7 +189,7 @@ class DeferredAttention(HostAttention):
         number = epoch & 0x7FFFFFFF
         first, free = len(step.device_rows), [0] * (self.slots - len(step.tickets))
         places = range(first, first + self.slots)
-        control = torch.tensor([number, *places, *step.tickets, *free], dtype=torch.int32)
+        control = pinned([number, *places, *step.tickets, *free], self.control.device, torch.int32)
         self.control.copy_(control, non_blocking=True)
         for cohort, rows in step.changed.items():
             self._jobs[cohort] = self._cohort_jobs(rows)
@@ -238,10 +239,8 @@ class DeferredAttention(HostAttention):
             sources[row] = place
         for row, slot in step.leaving:
             sources[row] = kept + slot
-        ints = torch.tensor([*step.device_rows, *step.entering, *step.positions, *sources], dtype=torch.int64)
-        device_rows, requests, positions, rows = ints.to(batch.input_ids.device, non_blocking=True).split(
-            (kept, entering, entering, len(sources))
-        )
+        ints = to_device([*step.device_rows, *step.entering, *step.positions, *sources], batch.input_ids.device)
+        device_rows, requests, positions, rows = ints.split((kept, entering, entering, len(sources)))
         empty = slots - entering
 
         def joined(of_batch: torch.Tensor, of_slots: torch.Tensor | None, fill: int) -> torch.Tensor:

@@ -32,6 +32,7 @@ from sglang_neo.hybrid.exchange import NO_ROW, exchange_for
 from sglang_neo.hybrid.geometry import AttentionGeometry
 from sglang_neo.hybrid.streams import FlagStream, flag_stream
 from sglang_neo.planning.cascade import shared_runs
+from sglang_neo.tensors import pinned
 from sglang_neo.token_manager import HostRow
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class Boxes:
     def load_control(self, number: int, index: Sequence[int]) -> None:
         """For the step that is launched next, behind the one before in stream order, whose kernels read it."""
         unset = [NO_ROW] * (self._controlled - len(index))
-        control = torch.tensor([number, *index, *unset], dtype=torch.int32)
+        control = pinned([number, *index, *unset], self.control.device, torch.int32)
         self.control[: len(control)].copy_(control, non_blocking=True)
         self._controlled = len(index)
 

@@ -27,6 +27,7 @@ import torch
 
 from cpu_kernels.workers import Handoffs
 from sglang_neo.hybrid.host_attention import Boxes, Emission, HostAttention, Lane
+from sglang_neo.tensors import to_device
 from sglang_neo.token_manager import HostRow
 
 
@@ -226,7 +227,7 @@ def lay_out(batch: Any, lanes: Lanes, sizes: LaneSizes) -> tuple[Any, torch.Tens
         if row >= 0:
             places[row] = place
     device = batch.input_ids.device
-    both = torch.tensor([*order, *places], dtype=torch.int64).to(device, non_blocking=True)
+    both = to_device([*order, *places], device)
     at, rows = both.split((len(order), len(places)))
     at_cpu = torch.tensor(order)
     changed: dict[str, Any] = {}

@@ -134,6 +134,10 @@ class Costs:
             return 0.0
         return self.tables.layers * self.tables.handoff.at(rows.count) * self.corrections.overhead
 
+    def slot_handoffs(self, slots: float) -> float:
+        """The same of a deferred step, which has so many slot rows whoever sits there."""
+        return self.tables.layers * self.tables.slot_handoff.at(slots) * self.corrections.overhead
+
     def gpu_only(self, device: Rows) -> StepCost:
         return StepCost(
             linear=self.linear(device.count),
@@ -179,7 +183,7 @@ class Costs:
         layers = self.tables.layers
         linear = self.linear(device.count + slots)
         attention = self.device_attention(device)
-        overhead = self.tables.step_overhead * self.corrections.overhead + self.handoffs(Rows(slots))
+        overhead = self.tables.step_overhead * self.corrections.overhead + self.slot_handoffs(slots)
         rows = max(cohort.count, 1)
         cpu = layers * min(cohort.count, 1) * self.cpu_layer(Rows(rows, rows * cohort.mean), together=False)
         return StepCost(

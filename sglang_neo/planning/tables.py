@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 #: Of the file; another number means that the meaning of a field changed.
-FORMAT = 2
+FORMAT = 3
 
 
 class ProfileError(ValueError):
@@ -207,6 +207,7 @@ class Tables:
         device_attention: (rows, KV tokens of all rows) -> seconds per step of decode attention on the device.
         cpu_attention: seconds per layer.
         handoff: host rows -> seconds per layer that the device's stream spends on outbox, flags and inbox.
+        slot_handoff: slot rows of a deferred step -> the same, where these go ahead of the layers and beside them.
         to_host, to_device: tokens of KV -> seconds of a copy, all layers.
         step_overhead: seconds per step that a captured decode step adds (launch, sampling, what shows of scheduling).
         eager_overhead: seconds per step that launching kernel by kernel adds to that.
@@ -222,6 +223,7 @@ class Tables:
     device_attention: Surface
     cpu_attention: CpuAttention
     handoff: Curve
+    slot_handoff: Curve
     to_host: Curve
     to_device: Curve
     step_overhead: float

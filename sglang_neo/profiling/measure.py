@@ -124,6 +124,7 @@ class Profile:
             cpu = self._cpu_attention()
         with self._next_part():
             handoff, lane = self._handoffs(linear, cpu, layers)
+            slot_handoff = self._slot_handoff(linear, layers) or handoff
         with self._next_part():
             to_host, to_device = self._copies()
         with self._next_part():
@@ -135,6 +136,7 @@ class Profile:
             device_attention=device_attention,
             cpu_attention=cpu,
             handoff=handoff,
+            slot_handoff=slot_handoff,
             to_host=to_host,
             to_device=to_device,
             step_overhead=t.sample(min(8, t.most_rows)),
@@ -295,6 +297,14 @@ class Profile:
         a, b = device + rows - rows // 2, rows // 2
         parts = linear.at(a) + linear.at(b) + layers * (handoff.at(rows - b) + handoff.at(b))
         return handoff, max(0.0, step - parts)
+
+    def _slot_handoff(self, linear: Curve, layers: int) -> Curve | None:
+        """What the exchange of slot rows takes from the device per layer; None: there are no deferred steps."""
+        t, slots = self._t, self._t.slots
+        device = max(1, min(4, t.most_rows // 2))
+        if not slots or device + slots > t.most_rows:
+            return None
+        return Curve.fit({float(slots): max(0.0, t.deferred(device) - linear.at(device + slots)) / layers})
 
     def _copies(self) -> tuple[Curve, Curve]:
         t = self._t

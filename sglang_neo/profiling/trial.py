@@ -19,6 +19,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
 from cpu_kernels.workers import device_wait, device_write
+from sglang_neo.hybrid.deferred import DeferredStep
 from sglang_neo.ranks import least_of_all_ranks
 from sglang_neo.token_manager import HostRow
 
@@ -59,6 +60,8 @@ class Trials:
         self.context = int(runner.model_config.context_len)
         self.host_page = self.host.pool.geometry.page_tokens
         self.host_pages = int(self.host.pages.count)
+        #: Of deferred steps; 0: there are none.
+        self.slots = self.host.deferred.slots if self.host.deferred is not None else 0
         #: What the last run of ``seconds`` took, and all runs so far, what compiled or was disturbed not counted.
         self.last = self.spent = 0.0
         self._cuda = str(runner.device).startswith("cuda")
@@ -268,6 +271,35 @@ class Trials:
                 return int(launched.epoch)
 
             return self.interval(step)
+
+    def deferred(self, device_rows: int) -> float:
+        """Seconds of a deferred step of device rows with one token each. Nobody is in its slots, so the CPU answers at
+        once."""
+        runner, attention = self.runner, self.host.deferred
+        nobody = DeferredStep(
+            changed={},
+            arriving=[0] * attention.geometry.layers,
+            entering=[],
+            positions=[],
+            tickets=[],
+            device_rows=range(device_rows),
+            leaving=[],
+            tokens=self._on([0]),
+        )
+        with self._on_device([1] * device_rows) as slots:
+            made = self._decode_batch([1] * device_rows, torch.cat(slots))
+
+            def step() -> int:
+                runner.neo_step = nobody
+                runner.forward(_copied(made))
+                launched, runner.neo_launched = runner.neo_launched, None
+                if launched.refused:
+                    raise TrialError(launched.refused)
+                return int(launched.epoch)
+
+            seconds = self.interval(step)
+        attention.clear()
+        return seconds
 
     # -- copies ------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ def ideal(
         device_attention=proportional(device_per_token),
         cpu_attention=CpuAttention((8,), (proportional(cpu_per_token),), (proportional(cpu_per_token),)),
         handoff=nothing,
+        slot_handoff=nothing,
         to_host=Curve((0.0, 1000.0), (0.0, 1e-3)),
         to_device=Curve((0.0, 1000.0), (0.0, 1e-3)),
         step_overhead=0.0,
@@ -46,6 +47,7 @@ def real(**changes: object) -> Tables:
     tables = replace(
         tables,
         handoff=Curve((0.0, 64.0), (6e-6, 10e-6)),
+        slot_handoff=Curve((0.0, 64.0), (3e-6, 5e-6)),
         prefill_attention=proportional(1e-8, 2e-7),
         step_overhead=1e-3,
         eager_overhead=5e-3,

@@ -85,7 +85,7 @@ def test_a_deferred_step_holds_all_slot_rows_however_few_sit_there() -> None:
         steps = [plan(state(8, n), only("deferred", max_slots=max_slots), TABLES, FED_UP) for n in (66, 99)]
         for step, rows in zip(steps, (2, 3), strict=True):
             assert (step.mode, step.slots, step.tokens) == ("deferred", rows, 8 + rows)
-            handoffs = Costs(TABLES, 8).handoffs(Rows(max_slots))
+            handoffs = Costs(TABLES, 8).slot_handoffs(max_slots)
             assert step.cost.device == pytest.approx(alone.device + handoffs), (max_slots, rows)
         assert steps[1].cost.cpu == pytest.approx(1.5 * steps[0].cost.cpu)
 
