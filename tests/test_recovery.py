@@ -44,13 +44,17 @@ class Stall:
         if self._seen < self.after or self.stalls == self.times:
             return
         pool, service = scheduler.placement.attention.workers, scheduler.placement.attention.service
+        recovery, failed = scheduler.recovery, scheduler.recovery.failed_steps
         self.stalls, self._seen = self.stalls + 1, 0
         stopped = threading.Event()
         until = time.monotonic() + (_LONGEST_STALL_S if self.seconds is None else self.seconds)
 
+        def noticed() -> bool:  # the fault may be over already, if the server was quick
+            return service.status().fault is not None or recovery.failed_steps > failed
+
         def sleep(context: int, item: int, worker: int, following: int) -> None:
             stopped.set()
-            while time.monotonic() < until and (self.seconds is not None or service.status().fault is None):
+            while time.monotonic() < until and (self.seconds is not None or not noticed()):
                 time.sleep(0.01)
 
         run = _RUN(sleep)

@@ -144,6 +144,7 @@ class DeferredAttention(HostAttention):
         ]
         #: By cohort, its plan's jobs for all layers; None: it has no rows.
         self._jobs: list[Any] = [None] * (layers + 1)
+        self._constants: dict[Any, torch.Tensor] = {}
         #: The step whose hand-offs are the newest that the last one's results rest on: the one before it. 0: none does.
         self.rests_on = 0
         self._answering = 0
@@ -241,13 +242,14 @@ class DeferredAttention(HostAttention):
             sources[row] = kept + slot
         ints = to_device([*step.device_rows, *step.entering, *step.positions, *sources], batch.input_ids.device)
         device_rows, requests, positions, rows = ints.split((kept, entering, entering, len(sources)))
-        empty = slots - entering
+        in_front = list(step.device_rows) == list(range(kept))
 
         def joined(of_batch: torch.Tensor, of_slots: torch.Tensor | None, fill: int) -> torch.Tensor:
-            parts = [of_batch.index_select(0, device_rows)]
-            parts += [of_slots.to(of_batch.dtype)] if of_slots is not None else []
-            parts.append(of_batch.new_full((empty if of_slots is not None else slots,), fill))
-            return torch.cat(parts)
+            # One launch where possible: these stand between two steps.
+            of_device = of_batch[:kept] if in_front else of_batch.index_select(0, device_rows)
+            if of_slots is None:
+                return torch.cat([of_device, self._filled(fill, of_batch)])
+            return torch.cat([of_device, of_slots.to(of_batch.dtype), self._filled(fill, of_batch)[entering:]])
 
         lengths = batch.seq_lens_cpu
         if lengths is not None:
@@ -272,6 +274,13 @@ class DeferredAttention(HostAttention):
         if whole.num_token_non_padded is not None:
             whole.num_token_non_padded = torch.full_like(whole.num_token_non_padded, size)
         return whole, rows
+
+    def _filled(self, value: int, like: torch.Tensor) -> torch.Tensor:
+        """[slots] of one value, never written to."""
+        key = value, like.dtype, like.device
+        if key not in self._constants:
+            self._constants[key] = torch.full((self.slots,), value, dtype=like.dtype, device=like.device)
+        return self._constants[key]
 
 
 def rows_of_output(output: Any, rows: torch.Tensor) -> Any:
