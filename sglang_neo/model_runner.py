@@ -25,7 +25,7 @@ from sglang_neo.errors import UsageError
 from sglang_neo.host_kv import limits
 from sglang_neo.hybrid import assemble
 from sglang_neo.hybrid.backend import hide_host_rows, make_hybrid
-from sglang_neo.hybrid.deferred import DeferredEmission, DeferredStep, rows_of_output
+from sglang_neo.hybrid.deferred import DeferredStep, rows_of_output
 from sglang_neo.hybrid.host_attention import HostAttention, StepRefused
 from sglang_neo.hybrid.parity import check_parity
 from sglang_neo.hybrid.pipelined import Lanes, LaneSizes, PipelinedAttention, lay_out
@@ -333,12 +333,8 @@ class NeoModelRunner(ModelRunner):
         else:
             with self._graphs_with_handoffs(attention), attention.emitting(attention.slots) as layers:
                 output = super().forward(whole, *args, **kwargs)
-            assert isinstance(layers, DeferredEmission)
-            expected = 0 if output.can_run_graph else attention.geometry.layers
-            if not layers.received == layers.checked == expected:
-                raise RuntimeError(
-                    f"a deferred step exchanged rows in {layers.received} layers, residuals in {layers.checked}"
-                )
+            if layers.received != (0 if output.can_run_graph else attention.geometry.layers):
+                raise RuntimeError(f"a deferred step exchanged rows in {layers.received} layers")
         output.logits_output = rows_of_output(output.logits_output, rows)
         return output
 

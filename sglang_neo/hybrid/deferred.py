@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from cpu_kernels.workers import Step, WorkerPool
+from sglang_neo.errors import UsageError
 from sglang_neo.hybrid.exchange import NO_ROW
 from sglang_neo.hybrid.geometry import AttentionGeometry
 from sglang_neo.hybrid.host_attention import (
@@ -354,8 +355,14 @@ class DeferredEmission(Emission):
         self._residual = None
 
     def end(self) -> None:
-        if self._positions is not None:
-            self._attention.stream.join()
+        if self._positions is None:
+            return  # a graph was replayed, whose layers were checked when it was captured
+        self._attention.stream.join()
+        layers = self._attention.geometry.layers
+        if not self.received == self.checked == layers:
+            raise UsageError(
+                f"of the model's {layers} layers {self.received} let rows change places, {self.checked} residuals"
+            )
 
 
 def hook_layers(model: Any, attention: DeferredAttention) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import PhaseConfig
 
+from sglang_neo.errors import UsageError
+from sglang_neo.hybrid.deferred import DeferredEmission
 from sglang_neo.hybrid.graphs import host_row_sizes
 from tests.harness.exact import assert_exact
 from tests.harness.graphs import capture_decode_steps
@@ -65,6 +67,17 @@ def test_deferred_steps_from_graphs(
     deferred = {size: count for (variant, size), count in replayed.items() if variant == "host-rows"}
     assert sum(deferred.values()) > 10 and min(deferred) >= 2, replayed
     assert sum(deferred.values()) < steps["deferred"], "larger batches were to run eagerly"
+
+
+def test_a_capture_in_which_residuals_are_not_exchanged_is_refused(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers of a replay are not looked at any more; what is captured need not be what ran eagerly at start."""
+    own = DeferredEmission.residual_begins
+    with InProcessScheduler("neo", tiny("llama"), neo_deferred_slots=2) as scheduler:
+        monkeypatch.setattr(DeferredEmission, "residual_begins", lambda self, x: own(self, x.clone()))
+        with pytest.raises(UsageError, match="layers 3 let rows change places, 0 residuals"):
+            capture_decode_steps(scheduler.scheduler.tp_worker.model_runner, [2, 4], monkeypatch)
 
 
 def test_a_graph_without_hand_offs_does_not_serve_host_rows(
