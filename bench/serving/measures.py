@@ -4,8 +4,9 @@
 steps of a steady window would give without any prefill between them: the tokens per second of the window, times by how
 much the mean time between two tokens of a request is longer than the median, which has no prefill in it. Both times are
 those of requests on the device, where there are any: a deferred request has a token every so many steps only, and
-hardly ever without a prefill among them. Classes: a token made by a host row counts as host; so do the latencies of a
-request of which any token does.
+hardly ever without a prefill among them. Tokens that host rows have beside a prefill, in lanes, are counted as if it
+had not been there: these figures are too high by that. Classes: a token made by a host row counts as host; so do the
+latencies of a request of which any token does.
 """
 
 from __future__ import annotations
@@ -106,10 +107,9 @@ def decode_only(answers: Sequence[Answer]) -> dict[str, Any]:
         median = statistics.median(steps)
         result["step_s"][kind] = median
         result["requests"][kind] = inside[kind] / (end - begin)
-    for kind in result["step_s"]:  # the device first
-        stretched = inside[kind] / max(1, tokens[kind]) / result["step_s"][kind]
-        result["tokens_per_s"] = sum(tokens.values()) / (end - begin) * stretched
-        break
+    if result["step_s"]:
+        kind, median = next(iter(result["step_s"].items()))  # the device, if it is there
+        result["tokens_per_s"] = sum(tokens.values()) / (end - begin) * inside[kind] / tokens[kind] / median
     return result
 
 

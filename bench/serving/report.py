@@ -137,10 +137,11 @@ def at_equal_latency(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if workload.startswith("poisson:") and pairs:
                 lates, rates = zip(*pairs, strict=True)
                 points.setdefault(variant, []).append((statistics.median(lates), statistics.median(rates), workload))
-    if len(points) < 2:
+    # Not the first of ``points``: at the lowest rate all of its requests may have failed.
+    first = points.pop(runs[0]["variant"], None) if runs else None
+    if first is None:
         return []
-    first, *others = points
-    curve = sorted((late, rate) for late, rate, _ in points[first])
+    curve = sorted((late, rate) for late, rate, _ in first)
     return [
         {
             "variant": variant,
@@ -150,8 +151,8 @@ def at_equal_latency(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "first_tokens_per_s": _most_within(curve, late),
             "first_least_s": curve[0][0],
         }
-        for variant in others
-        for late, rate, workload in points[variant]
+        for variant, own in points.items()
+        for late, rate, workload in own
     ]
 
 

@@ -245,6 +245,8 @@ def test_throughput_at_equal_latency() -> None:
     assert found == [(1.0, None), (3.0, 150.0), (5.0, 200.0), (20.0, 200.0)]
     text = report.table(runs)
     assert "3 s, 180.0 against 150.0, x1.200" in text and "the first variant has at least 2 s" in text
+    failed = [runs[0] | {"measures": runs[0]["measures"] | {"all": {"end_to_end_s": None}}}, *runs[1:]]
+    assert [p["variant"] for p in report.at_equal_latency(failed)] == ["neo"] * 4, "plain is the first all the same"
     assert report.at_equal_latency(sweep({"plain": [(2.0, 100.0)]})) == []
     assert report.at_equal_latency([run | {"workload": "backlog"} for run in runs]) == []
 
