@@ -1,7 +1,6 @@
 """Other processes take the CPU workers' cores in mid-run: ``python -m bench.burned_cores MODEL --out FILE``.
 
-On a GPU, with 20 layers of the 70B shape: ``--device cuda --dtype bfloat16 --load-format dummy --pool 13600 --rows 150
---tokens 900 --host-gb 20 --phase 12 --per-core 1 --vocabulary 128000``.
+On a GPU, with 20 layers of the 70B shape: ``bench/h200_planner.sh burned``.
 
 One of our schedulers in this process, in mode auto and without sockets, serves a backlog that its device pool is too
 small for. In the second of three phases, processes that do nothing but run are pinned to the workers' cores. Told are,

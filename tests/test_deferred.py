@@ -368,7 +368,7 @@ def test_a_broken_exchange_is_seen(
         monkeypatch.setattr(TorchParking, name, fault)
         got = tokens(scheduler.run(requests, RandomMoves(1, rate=0.1)))
     differ = sum(first_difference(n, r, got[n]) is not None for n, r in alone("llama", requests).items())
-    assert differ >= 2  # who rides how often depends on how quick the CPU is
+    assert differ >= 4
     with pytest.raises(UsageError, match="LlamaForCausalLM does not come out the same in deferred mode"):
         InProcessScheduler("neo", tiny("llama"), neo_deferred_slots=2)
 

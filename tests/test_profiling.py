@@ -151,16 +151,18 @@ def test_measured_once_then_read(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table = runner.req_to_token_pool.req_to_token
-    tables = store.tables_for(runner)
-    costs = Costs(tables, runner.neo_host.attention.workers.threads)
+    for anew in range(10):  # on a busy machine a run may be disturbed by more than its work takes
+        tables = store.tables_for(runner, anew=bool(anew))
+        costs = Costs(tables, runner.neo_host.attention.workers.threads)
+        if costs.cpu_layer(Rows(4, 200000)) > costs.cpu_layer(Rows(4, 2000)):
+            break
     assert not table.any(), "trials leave no lines behind"
     assert runner.neo_rows is None and runner.neo_launched is None
     [path] = (tmp_path / "sglang_neo").glob("profile-*.json")
     assert read(path) == (store.key_of(runner), tables)
-    # On a busy machine a run may be disturbed by more than its work takes: how well work is measured is tried with a
-    # stand-in, see above.
+    # A hundred times the work takes more time. Of differences between times nothing is certain on a busy machine.
     assert costs.linear(1) > 0 and costs.prefill(64, 0).seconds > 0
-    assert costs.cpu_layer(Rows(4, 200000)) >= costs.cpu_layer(Rows(4, 2000)) > 0
+    assert costs.cpu_layer(Rows(4, 200000)) > costs.cpu_layer(Rows(4, 2000)) > 0
     assert tables.to_host.at(1024) > 0 and tables.to_device.at(1024) > 0
     assert tables.layers == runner.model_config.num_hidden_layers
     assert 1e5 < tables.host_bandwidth_copying <= tables.host_bandwidth < 1e13

@@ -104,6 +104,8 @@ class Profile:
         self._t, self._told = trials, told
         self._begin, self._part, self._until = 0.0, 0, math.inf
         self._rows = [rows for rows in _ROWS if rows <= trials.most_rows]
+        #: Device rows of a step that is to show what others in it take.
+        self._beside = max(1, min(4, trials.most_rows // 2))
         args = trials.runner.server_args
         self._prefill = args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else args.max_prefill_tokens
 
@@ -280,8 +282,7 @@ class Profile:
 
     def _handoffs(self, linear: Curve, cpu: CpuAttention, layers: int) -> tuple[Curve, float]:
         """What a hand-off takes from the device per layer, by host rows; and what a second lane takes besides."""
-        t = self._t
-        device = max(1, min(4, t.most_rows // 2))
+        t, device = self._t, self._beside
         points: dict[float, float] = {}
         for rows in self._rows:
             if device + rows > t.most_rows or (points and t.last > self._left()):
@@ -300,8 +301,7 @@ class Profile:
 
     def _slot_handoff(self, linear: Curve, layers: int) -> Curve | None:
         """What the exchange of slot rows takes from the device per layer; None: there are no deferred steps."""
-        t, slots = self._t, self._t.slots
-        device = max(1, min(4, t.most_rows // 2))
+        t, slots, device = self._t, self._t.slots, self._beside
         if not slots or device + slots > t.most_rows:
             return None
         return Curve.fit({float(slots): max(0.0, t.deferred(device) - linear.at(device + slots)) / layers})

@@ -265,12 +265,16 @@ class Trials:
                 batch = _copied(made)  # the step changes it
                 runner.neo_rows, runner.neo_lanes = rows, lanes
                 runner.forward(batch)
-                launched, runner.neo_launched = runner.neo_launched, None
-                if launched.refused:
-                    raise TrialError(launched.refused)
-                return int(launched.epoch)
+                return self._taken()
 
             return self.interval(step)
+
+    def _taken(self) -> int:
+        """The number that the workers know the last forward by. Raises TrialError if they refused it."""
+        launched, self.runner.neo_launched = self.runner.neo_launched, None
+        if launched.refused:
+            raise TrialError(launched.refused)
+        return int(launched.epoch)
 
     def deferred(self, device_rows: int) -> float:
         """Seconds of a deferred step of device rows with one token each. Nobody is in its slots, so the CPU answers at
@@ -292,10 +296,7 @@ class Trials:
             def step() -> int:
                 runner.neo_step = nobody
                 runner.forward(_copied(made))
-                launched, runner.neo_launched = runner.neo_launched, None
-                if launched.refused:
-                    raise TrialError(launched.refused)
-                return int(launched.epoch)
+                return self._taken()
 
             seconds = self.interval(step)
         attention.clear()
